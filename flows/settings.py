@@ -1,0 +1,123 @@
+"""Where every setting comes from: the environment (prefix ROSTER_), else the running embedded services.
+
+This is the only module of the pipeline that reads os.environ.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from flows.services import Services, read_services
+
+
+class SettingsIncomplete(Exception):
+    """No object store is configured and no embedded services run here."""
+
+    def __init__(self, home: Path) -> None:
+        """Keep the home that was looked at."""
+        self.home = home
+        super().__init__(home)
+
+    def __str__(self) -> str:
+        """Say what is missing and both ways to provide it."""
+        return (
+            f"no object store is known: ROSTER_STORE_ENDPOINT is not set and no embedded services run in {self.home}. "
+            "Start them with `roster up`, or set ROSTER_STORE_ENDPOINT, ROSTER_STORE_BUCKET, "
+            "ROSTER_STORE_ACCESS_KEY, ROSTER_STORE_SECRET_KEY and ROSTER_PREFECT_API_URL."
+        )
+
+
+class Settings(BaseSettings):
+    """Everything an operator can set, as ROSTER_<NAME>; the comments give units."""
+
+    model_config = SettingsConfigDict(env_prefix="ROSTER_", extra="forbid")
+
+    home: Path = Path(".roster")  # working files, the catalog, the embedded services' state
+    store_endpoint: str | None = None  # None with a bucket set: the cloud provider's own endpoint
+    store_bucket: str = "roster"
+    store_region: str = "us-east-1"
+    store_access_key: str | None = None
+    store_secret_key: SecretStr | None = None
+    store_addressing: str = "path"  # or "virtual"
+    prefect_api_url: str | None = None
+
+    max_opponents: int = Field(4, ge=1)  # wrong adapters per check
+    floor_bpb: float = Field(0.002, gt=0)  # bits per byte
+    min_units: int = Field(20, ge=1)
+    min_bytes: int = Field(8_000, ge=1)
+    score_stride: int = Field(0, ge=0)  # token positions between windows; 0: half a window
+    engine_timeout_s: float = Field(120, gt=0)
+    engine_wait_s: float = Field(1_800, gt=0)  # how long a run waits for the engine's lease
+
+    claim_seconds: int = Field(120, ge=3)  # an adapter's claim, renewed while its run works
+    sweep_grace_seconds: int = Field(60, ge=0)  # younger uploads are left to their event
+    sweep_batch: int = Field(50, ge=1)  # flow runs one sweep may start
+    sync_window_seconds: int = Field(5, ge=1)  # verdicts within it share one sync
+    max_drop: float = Field(0.2, ge=0, le=1)  # share of the roster that one sync may drop
+
+    @model_validator(mode="after")
+    def _absolute_home(self) -> Settings:
+        self.home = self.home.expanduser().absolute()
+        return self
+
+    @property
+    def catalog_path(self) -> Path:
+        """The local DuckDB file."""
+        return self.home / "catalog.duckdb"
+
+    @property
+    def work_path(self) -> Path:
+        """Where runs keep downloaded and converted adapters, named by digest; safe to delete when idle."""
+        return self.home / "work"
+
+
+def load_settings() -> Settings:
+    """Settings from the environment, completed from the embedded services of the same home if they run."""
+    settings = Settings()
+    services = read_services(settings.home)
+    if services is not None and settings.store_endpoint is None:
+        _adopt(settings, services)
+    return settings
+
+
+def require_store(settings: Settings) -> Settings:
+    """The same settings, when they name a store.
+
+    Raises:
+        SettingsIncomplete: neither the environment nor running embedded services name one.
+    """
+    if settings.store_endpoint is None and settings.store_access_key is None:
+        raise SettingsIncomplete(settings.home)
+    return settings
+
+
+def connect_prefect(settings: Settings) -> None:
+    """Point Prefect's client at our server; call it before anything imports prefect.
+
+    A variable that the user has set wins.
+    """
+    if "prefect" in sys.modules and settings.prefect_api_url and "PREFECT_API_URL" not in os.environ:
+        message = "connect_prefect() must be called before prefect is imported"
+        raise RuntimeError(message)
+    if settings.prefect_api_url:
+        os.environ.setdefault("PREFECT_API_URL", settings.prefect_api_url)
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
+
+
+def base_environment() -> dict[str, str]:
+    """A copy of this process's environment, for children."""
+    return dict(os.environ)
+
+
+def _adopt(settings: Settings, services: Services) -> None:
+    settings.store_endpoint = services.store.endpoint
+    settings.store_bucket = services.store.bucket
+    settings.store_region = services.store.region
+    settings.store_access_key = services.store.access_key
+    settings.store_secret_key = SecretStr(services.store.secret_key)
+    settings.prefect_api_url = settings.prefect_api_url or services.prefect.api_url
