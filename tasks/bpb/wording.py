@@ -1,0 +1,103 @@
+"""The one sentence that says why a verdict is what it is, with the figures in it (bits per byte)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from tasks.bpb.bootstrap import Difference, Table
+from tasks.bpb.measure import BASE, BASE_AGAIN, CONTROL, OWN
+
+
+class ControlKind(StrEnum):
+    """How the control was made from the adapter."""
+
+    OTHER_PACKING = "other_packing"
+    DISPLACED_EXPERTS = "displaced_experts"
+
+
+def say_drift(table: Table, limit: float) -> str:
+    """For engine_drift."""
+    return (
+        f"base scored {table.bpb_of(BASE):.4f} bits per byte first and {table.bpb_of(BASE_AGAIN):.4f} "
+        f"last; a run may drift by {limit:g}: restart the engine and score again"
+    )
+
+
+def say_too_little(table: Table, min_units: int, min_bytes: int) -> str:
+    """For too_little_text where there are too few units or bytes."""
+    return (
+        f"{len(table.unit_ids)} units with {table.byte_count} bytes were scored; at least {min_units} units "
+        f"and {min_bytes} bytes are needed: register more held-out text"
+    )
+
+
+def say_voided(lost: int, total: int, limit: float, first: str) -> str:
+    """For too_little_text where too many units were voided by somebody's scores."""
+    return (
+        f"{lost} of {total} units got no usable score ({first}), more than {limit:.0%}: the units that are "
+        "left may flatter the adapter; look at the engine and at the adapter named here"
+    )
+
+
+def say_no_effect(table: Table) -> str:
+    """For no_effect."""
+    return (
+        f"own equals base to the last bit on all {len(table.unit_ids)} units ({table.bpb_of(OWN):.4f} bits "
+        "per byte): the engine did not apply the adapter"
+    )
+
+
+def say_control_not_worse(table: Table, *, is_control_better: bool, kind: ControlKind | None) -> str:
+    """For control_not_worse."""
+    control, own = f"{table.bpb_of(CONTROL):.4f}", f"{table.bpb_of(OWN):.4f}"
+    base = f"(bits per byte; base {table.bpb_of(BASE):.4f})"
+    match kind:
+        case ControlKind.OTHER_PACKING:
+            so = "the declared packing is wrong" if is_control_better else "its experts make no difference"
+            return f"read with the other packing it scores {control}, as declared {own} {base}: {so}"
+        case ControlKind.DISPLACED_EXPERTS:
+            so = (
+                "its experts are in the wrong places"
+                if is_control_better
+                else "its experts make no difference"
+            )
+            return f"with each expert displaced by one it scores {control}, as given {own} {base}: {so}"
+        case None:
+            return f"its control scores {control}, as declared {own} {base}: own has to be better"
+
+
+def say_not_better(table: Table, difference: Difference, floor: float) -> str:
+    """For not_better_than_base and not_better_than_wrong."""
+    return (
+        f"own scores {table.bpb_of(OWN):.4f} bits per byte, {difference.label} "
+        f"{table.bpb_of(difference.label):.4f}: better by {_with_interval(difference)}, "
+        f"not by more than {floor:g}"
+    )
+
+
+def say_nothing_to_compare() -> str:
+    """For no_opponent_and_no_control."""
+    return (
+        "neither an opponent nor a control was scored, so nothing shows that the gain over base is this "
+        "adapter's: score again once another author is ready"
+    )
+
+
+def say_unclear(difference: Difference, bar: float) -> str:
+    """For margin_unclear."""
+    return (
+        f"own is better than {difference.label} by {_with_interval(difference)} bits per byte; ready needs "
+        f"the lower end above {bar:.4f}: more held-out text narrows the interval"
+    )
+
+
+def say_ready(table: Table, smallest: Difference, compared: int) -> str:
+    """For ready."""
+    return (
+        f"own scores {table.bpb_of(OWN):.4f} bits per byte, base {table.bpb_of(BASE):.4f}; the smallest of "
+        f"{compared} differences, to {smallest.label}, is {_with_interval(smallest)}"
+    )
+
+
+def _with_interval(difference: Difference) -> str:
+    return f"{difference.mean:.4f} [{difference.lower:.4f}, {difference.upper:.4f}]"
