@@ -1,0 +1,325 @@
+"""What can be asked of the catalog: the user's own SQL, the examples of the docs, an author's story."""
+
+import pickle  # noqa: TID251 - errors cross process borders this way
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from catalog_builders import sync
+from ledger_builders import (
+    checked,
+    converted,
+    digest,
+    halted,
+    inspected,
+    ledger,
+    ready_ledger,
+    refused,
+    verdict,
+    whole_path,
+)
+
+from roster import errors
+from roster.catalog import open_catalog
+from roster.errors import QueryRefused, UnknownAuthor
+from roster.reader import CatalogReader
+from roster.story import ADVICE, advise, tell
+
+DOCS = (Path(__file__).parent.parent / "docs" / "catalog.md").read_text()
+
+# Written out here once more: a code that loses its advice must fail a test.
+CODES = [
+    "corrupt_or_partial",
+    "empty_adapter",
+    "ambiguous_upload",
+    "unsupported_dtype",
+    "pickle_refused",
+    "unsupported_config",
+    "unknown_family",
+    "base_mismatch",
+    "malformed_key",
+    "missing_tensor",
+    "unexpected_tensor",
+    "shape_mismatch",
+    "non_finite",
+    "rank_unsupported",
+    "no_expert_keys",
+    "experts_untrained",
+    "layout_conflict",
+    "layout_undecided",
+    "delta_mismatch",
+    "unresolved_keys",
+    "refused_by_engine",
+    "no_effect",
+    "not_better_than_base",
+    "not_better_than_wrong",
+    "control_not_worse",
+    "reference_mismatch",
+    "too_little_text",
+    "margin_unclear",
+    "no_opponent_and_no_control",
+    "incomplete_upload",
+    "no_heldout",
+    "unknown_base",
+    "store_unavailable",
+    "engine_unavailable",
+    "engine_unverified",
+    "engine_unsupported",
+    "engine_flag_missing",
+    "engine_drift",
+    "reference_invalid",
+    "source_gone",
+    "disk_full",
+    "internal",
+]
+
+OUTPUT = digest("output liar a")
+LIAR = ledger(
+    "liar",
+    "a",
+    [
+        *whole_path("liar", OUTPUT)[:-1],
+        verdict(
+            "quarantined", OUTPUT, own=2.25, wrong={"zeno": 2.3125, "anna": 2.2}, code="control_not_worse"
+        ),
+    ],
+    runs={"r5": 5},
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("queries") / "catalog.duckdb"
+    waits = ledger("berta", "w", [halted("inspected", "waiting", "no_heldout")], runs={"r4": 4})
+    again = ready_ledger("anna", number=3)
+    again["steps"].append(halted("scored", "stopped", "engine_unavailable", minute=40))
+    sync(path, [again, ready_ledger("berta", number=2), waits, LIAR])
+    return path
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[CatalogReader]:
+    with open_catalog(path) as reader:
+        yield reader
+
+
+def test_own_sql_gives_columns_and_rows(reader: CatalogReader) -> None:
+    result = reader.sql("SELECT author, own FROM ready ORDER BY author")
+    assert result.columns == ("author", "own")
+    assert result.rows == (("anna", 2.125), ("berta", 2.125))
+    assert {row[0] for row in reader.sql("SHOW TABLES").rows} >= {"ready", "steps"}
+    assert reader.sql("DESCRIBE ready").rows
+    assert reader.sql("EXPLAIN FROM ready").rows
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "INSERT INTO meta VALUES ('x', 'y', 1)",
+        "DELETE FROM ledgers",
+        "UPDATE ledgers SET author = 'x'",
+        "CREATE TABLE mine AS SELECT 1",
+        "CREATE TEMP TABLE mine AS SELECT 1",
+        "DROP VIEW ready",
+        "ATTACH 'FOLDER/other.duckdb'",
+        "COPY ledgers TO 'FOLDER/stolen.csv'",
+        "EXPORT DATABASE 'FOLDER/all'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SET enable_external_access = true",
+        "RESET lock_configuration",
+        "PRAGMA database_list",
+        "CHECKPOINT",
+        "SELECT * FROM read_csv('FOLDER/secret.csv')",
+        "SELECT * FROM read_text('FOLDER/secret.csv')",
+        "SELECT * FROM 'FOLDER/secret.csv'",
+        "SELECT * FROM glob('FOLDER/*')",
+        "SELECT * FROM read_json('https://example.com/a.json')",
+        "EXPLAIN ANALYZE COPY ledgers TO 'FOLDER/stolen.csv'",
+        "SELECT 1; DELETE FROM ledgers",
+        "SELECT ?",
+        "SELECT * FROM nowhere",
+        "not even SQL",
+        "",
+        "-- nothing",
+    ],
+)
+def test_own_sql_cannot_write_nor_reach_files(path: Path, query: str) -> None:
+    (path.parent / "secret.csv").write_text("a,b\n1,2\n")
+    before = (path.read_bytes(), sorted(found.name for found in path.parent.iterdir()))
+    with open_catalog(path) as reader:
+        with pytest.raises(QueryRefused) as caught:
+            reader.sql(query.replace("FOLDER", str(path.parent)))
+        message = str(caught.value)
+        assert repr(caught.value.query[:80]) in message and "found: " in message and "show tables" in message
+        assert [row.author for row in reader.ready()] == ["anna", "berta"], (
+            "the reader goes on after a refusal"
+        )
+    assert (path.read_bytes(), sorted(found.name for found in path.parent.iterdir())) == before
+
+
+EXAMPLES = re.findall(r"```sql\n(.*?)```", DOCS, re.DOTALL)
+
+
+@pytest.mark.parametrize("query", EXAMPLES)
+def test_every_query_of_the_docs_runs(reader: CatalogReader, query: str) -> None:
+    assert len(EXAMPLES) >= 6
+    result = reader.sql(query)
+    if "NOT agrees" not in query:
+        assert result.rows, query
+
+
+def test_every_table_and_view_is_explained_twice(reader: CatalogReader) -> None:
+    views = reader.sql("SELECT view_name, comment FROM duckdb_views() WHERE NOT internal").rows
+    tables = reader.sql("SELECT table_name, comment FROM duckdb_tables() WHERE NOT internal").rows
+    assert len(views) == 13 and len(tables) == 8
+    for name, comment in (*views, *tables):
+        assert comment, name
+        assert f"| `{name}` |" in DOCS, name
+    documented = set(re.findall(r"^\| `(\w+)` \|", DOCS, re.MULTILINE))
+    assert documented == {name for name, _ in (*views, *tables)}
+
+
+def test_scores_and_evidence_are_one_row_each(reader: CatalogReader) -> None:
+    scores = reader.sql(
+        "SELECT subject, bpb, difference FROM scores WHERE author = 'liar' ORDER BY subject"
+    ).rows
+    assert scores == (
+        ("base", 2.375, 0.25),
+        ("base_again", 2.375, None),
+        ("control", 2.25, 0.125),
+        ("own", 2.25, None),
+        ("wrong:anna", 2.2, 0.1875),
+        ("wrong:zeno", 2.3125, 0.1875),
+    )
+    evidence = reader.sql(
+        "SELECT parameter, source, says, agrees FROM evidence "
+        "WHERE author = 'liar' ORDER BY parameter, number"
+    ).rows
+    assert evidence == (
+        ("mlp.experts.down_proj", "marker", "grouped_by_expert", True),
+        ("mlp.experts.gate_up_proj", "training", "grouped_by_expert", True),
+        ("mlp.experts.gate_up_proj", "fingerprint", "grouped_by_expert", True),
+    )
+    seconds = reader.sql("SELECT DISTINCT seconds FROM history").rows
+    assert seconds == ((42,),)
+
+
+def test_evidence_that_disagrees_is_marked(tmp_path: Path) -> None:
+    step = inspected()
+    step["result"]["packing"]["mlp.experts.down_proj"]["evidence"][0]["says"] = "rank_major"
+    sync(tmp_path / "c.duckdb", [ledger("anna", "a", [step], runs={"r1": 1})])
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        rows = reader.sql("SELECT parameter, says, value FROM evidence WHERE NOT agrees").rows
+        lines = tell(reader.show("anna"))
+    assert rows == (("mlp.experts.down_proj", "rank_major", "grouped_by_expert"),)
+    assert any("marker (strong) disagrees: it says rank_major" in line for line in lines)
+
+
+def test_show_holds_the_newest_adapter_first(reader: CatalogReader) -> None:
+    story = reader.show("berta")
+    assert [(one.adapter.run, one.adapter.state, one.served) for one in story.adapters] == [
+        ("r4", "waiting", False),
+        ("r2", "ready", True),
+    ]
+    newest, old = story.adapters
+    assert (len(newest.steps), len(old.steps), len(old.checks), len(old.verdicts)) == (1, 7, 2, 1)
+    assert {row.subject for row in old.scores} == {"own", "base", "base_again", "control", "wrong:zeno"}
+    assert newest.scores == () and newest.evidence == ()
+
+
+def test_an_unknown_author_is_named_with_those_there_are(reader: CatalogReader) -> None:
+    with pytest.raises(UnknownAuthor) as caught:
+        reader.show("nobody")
+    message = str(caught.value)
+    assert "nobody" in message and "anna, berta, liar" in message and "roster sync" in message
+
+
+def test_the_story_of_a_refused_adapter(reader: CatalogReader) -> None:
+    lines = tell(reader.show("liar"))
+    text = "\n".join(lines)
+    assert lines[0] == "liar has uploaded 1 adapter."
+    assert lines[1] == "liar is not served."
+    assert LIAR["adapter_digest"][:12] in text and "run r5" in text
+    assert "The packing of mlp.experts.down_proj was read as grouped_by_expert, decided by marker." in lines
+    assert "  training (strong) agrees: it says grouped_by_expert; unsloth_zoo 2026.9.5." in lines
+    assert "2 of 2 checks of the converted adapter passed." in lines
+    assert "  own adapter: 2.2500." in lines
+    assert "  bare base: 2.3750, 0.1250 worse than own (between +0.2188 and +0.2812)." in lines
+    assert any(line.startswith("  wrong adapter of anna: 2.2000, 0.0500 better than own") for line in lines)
+    assert any(line.startswith("The verdict is quarantined (control_not_worse)") for line in lines)
+    assert lines[-1] == f"Next: {ADVICE['control_not_worse']}"
+
+
+def test_the_story_of_a_served_author_whose_new_score_was_stopped(reader: CatalogReader) -> None:
+    lines = tell(reader.show("anna"))
+    assert any(line.startswith("anna is served on tiny by adapter ") for line in lines)
+    assert "Since then: scored is stopped (engine_unavailable)." in lines
+    assert lines[-1] == f"Next: {ADVICE['engine_unavailable']}"
+
+
+def test_the_story_of_an_adapter_that_has_not_come_far(tmp_path: Path) -> None:
+    failed = checked(minute=2)
+    failed["result"]["checks"][1]["passed"] = False
+    far = [
+        inspected(minute=0),
+        converted(OUTPUT, minute=1),
+        failed,
+        refused("checked", "delta_mismatch", minute=3),
+    ]
+    documents = [
+        ledger("anna", "a", [inspected()], runs={"r1": 1, "r2": 2}),
+        ledger("anna", "b", far, runs={"r3": 3}),
+        ledger("berta", "c", [halted("inspected", "waiting", "no_heldout")], runs={"r3": 3}),
+        ready_ledger("carla", own=float("nan")),
+    ]
+    sync(tmp_path / "c.duckdb", documents, versions={"inspected": "2"})
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        anna, berta, carla = (tell(reader.show(author)) for author in ("anna", "berta", "carla"))
+    assert anna[:2] == ["anna has uploaded 2 adapters.", "anna is not served."]
+    assert any("run r2" in line and "submitted 2 times" in line for line in anna)
+    assert "1 of 2 checks of the converted adapter passed." in anna
+    assert "  coverage FAILED: 24 of 24 pairs." in anna
+    assert "There is no verdict yet." in anna
+    assert f"Next: {ADVICE['delta_mismatch']}" in anna
+    assert anna[-1].startswith("Next: nothing; it is being worked on")
+    assert "The last step: inspected is waiting (no_heldout): because of no_heldout." in berta
+    assert berta[-1] == f"Next: {ADVICE['no_heldout']}"
+    assert "  own adapter: no figure (own is NaN, not a finite number)." in [
+        line.replace("nan", "NaN") for line in carla
+    ]
+    assert any(line.startswith("The verdict was made by an older version") for line in carla)
+    assert carla[-1] == f"Next: {ADVICE['bad_number']}"
+
+
+def test_there_is_advice_for_every_code() -> None:
+    assert len(CODES) == 42
+    assert set(CODES) <= set(ADVICE)
+    for code, sentence in ADVICE.items():
+        assert sentence.endswith(".") and len(sentence) > 20, code
+    assert len(set(ADVICE.values())) == len(ADVICE)
+    assert "something_new" in advise("something_new")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.CatalogMissing(Path("a/c.duckdb")),
+        errors.CatalogSchemaMismatch(Path("a/c.duckdb"), "old", "new"),
+        errors.CatalogDamaged(Path("a/c.duckdb"), "bad block"),
+        errors.CatalogHeld(Path("a/c.duckdb"), "PID 7"),
+        errors.CatalogBusy(Path("a/c.duckdb"), 7),
+        errors.CatalogBusy(Path("a/c.duckdb"), None),
+        errors.CatalogChanged(Path("a/c.duckdb"), ["ledger/a/b.json"]),
+        errors.CatalogNotLocal(Path("a/c.duckdb"), "no locks"),
+        errors.CatalogWriteFailed(Path("a/c.duckdb"), "no space"),
+        errors.QueryRefused("SELECT", "nothing"),
+        errors.UnknownAuthor("a", [f"b{n}" for n in range(12)]),
+    ],
+)
+def test_errors_pickle_with_their_facts(error: errors.RosterError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error) and vars(copy) == vars(error)
+    assert "expected" in str(error) and "found" in str(error)
