@@ -60,6 +60,11 @@ class Settings(BaseSettings):
     sync_window_seconds: int = Field(5, ge=1)  # verdicts within it share one sync
     max_drop: float = Field(0.2, ge=0, le=1)  # share of the roster that one sync may drop
 
+    worker_limit: int = Field(2, ge=1)  # embedded: flow runs at once
+    engine_python: Path | None = None  # embedded: the engine's interpreter, .venv-engine beside the code if unset
+    engine_threads: int = Field(1, ge=1)  # embedded: threads of the engine on CPU
+    engine_kv_cache_bytes: int = Field(256 << 20, ge=1 << 20)  # embedded: the engine's KV cache
+
     @model_validator(mode="after")
     def _absolute_home(self) -> Settings:
         self.home = self.home.expanduser().absolute()
@@ -94,6 +99,11 @@ def require_store(settings: Settings) -> Settings:
     if settings.store_endpoint is None and settings.store_access_key is None:
         raise SettingsIncomplete(settings.home)
     return settings
+
+
+def use_home(home: Path) -> None:
+    """Make `home` the home of this process and of the children it starts."""
+    os.environ["ROSTER_HOME"] = str(home)
 
 
 def connect_prefect(settings: Settings) -> None:

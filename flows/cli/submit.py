@@ -1,0 +1,152 @@
+"""What trainers and operators hand in: adapters, bases, held-out text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.output import AsJson, emit, note
+from flows.settings import connect_prefect, load_settings
+
+
+def submit(
+    directory: Path,
+    *,
+    author: str,
+    base: str,
+    run: str | None = None,
+    trainer: str | None = None,
+    reference: Path | None = None,
+    heldout: Annotated[list[str] | None, Parameter(negative="")] = None,
+    json: AsJson = False,
+) -> None:
+    """Upload a trained adapter and start its flow.
+
+    Uploads adapter_config.json and the weights, the marker last, then sends the event that starts the flow. If the
+    event cannot be sent, the upload still counts: the sweep finds it within a minute.
+
+    Parameters
+    ----------
+    directory:
+        What the trainer saved. A training.json in it is read too.
+    author:
+        Whose adapter it is: lower-case letters, digits, '.', '_', '-'.
+    base:
+        A registered base (roster base add).
+    run:
+        This training run's name; the time of submission if left out.
+    trainer:
+        Trainer and version, such as unsloth_zoo==2026.8.17: evidence for the layout when the file has no marker.
+    reference:
+        The trainer's own scores of the held-out sets (JSON).
+    heldout:
+        Held-out sets to score on, as author/name; all of the author's if left out.
+    """
+    from flows.cli.progress import byte_progress
+    from flows.connect import open_store
+    from flows.events import announce_upload
+    from tasks.submission import submit_adapter
+
+    settings = load_settings()
+    connect_prefect(settings)
+    store = open_store(settings)
+    with byte_progress("uploading") as progress:
+        upload = submit_adapter(
+            store,
+            directory,
+            author=author,
+            base=base,
+            run=run,
+            trainer=trainer,
+            reference=reference,
+            heldout=tuple(heldout or ()),
+            progress=progress,
+        )
+    sent = announce_upload(settings, upload)
+    if not sent:
+        note("the event could not be sent (is Prefect up?); the sweep will find the upload within a minute")
+    marker = upload.marker
+    emit(
+        {
+            "author": marker.author,
+            "run": marker.run,
+            "submission": marker.submission,
+            "adapter_digest": upload.adapter_digest,
+            "event_sent": sent,
+        },
+        as_json=json,
+        show=lambda: note(f"submitted {marker.author}/{marker.run} for base {marker.base}; see: roster why {author}"),
+    )
+
+
+def base_add(
+    name: str,
+    *,
+    config: Path,
+    weights: Path | None = None,
+    engine_url: str | None = None,
+    served_model: str | None = None,
+    alias: Annotated[list[str] | None, Parameter(negative="")] = None,
+    json: AsJson = False,
+) -> None:
+    """Register a base model: its config.json, the digest of its weights, and the engine that serves it.
+
+    Parameters
+    ----------
+    name:
+        How uploads name this base.
+    config:
+        Its config.json, or a directory holding one.
+    weights:
+        The directory with its weight files; they are read once, to know them by digest. Not uploaded.
+    engine_url:
+        The vLLM server that scores adapters of this base, such as http://127.0.0.1:8000.
+    served_model:
+        What that server calls the base; the base's name if left out.
+    alias:
+        Other names for the same base, as trainers write them (Qwen/Qwen3-30B-A3B).
+    """
+    from flows.cli.progress import byte_progress
+    from flows.connect import open_store
+    from tasks.submission import add_base
+
+    store = open_store(load_settings())
+    with byte_progress("reading the weights") as progress:
+        registered = add_base(
+            store,
+            name,
+            config=config,
+            weights=weights,
+            engine_url=engine_url,
+            served_model=served_model or name,
+            aliases=tuple(alias or ()),
+            progress=progress,
+        )
+    digest = registered.digest
+    emit({"base": name, "digest": digest}, as_json=json, show=lambda: note(f"registered base {name} ({digest[:12]})"))
+
+
+def heldout_add(author: str, name: str, file: Path, *, json: AsJson = False) -> None:
+    """Register held-out text for an author: JSON lines {"id", "text"} or {"id", "prompt", "text"}.
+
+    Parameters
+    ----------
+    author:
+        Whose text it is.
+    name:
+        This set's name.
+    file:
+        The JSON-lines file, UTF-8.
+    """
+    from flows.connect import open_store
+    from storage.heldout import register_heldout
+
+    heldout = register_heldout(open_store(load_settings()), author, name, file)
+    emit(
+        {"heldout": f"{author}/{name}", "units": len(heldout.units), "sha256": heldout.sha256},
+        as_json=json,
+        show=lambda: note(f"registered {author}/{name}: {len(heldout.units)} units"),
+    )
+

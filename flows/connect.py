@@ -1,0 +1,54 @@
+"""From settings to the things that flows and commands hold: a store, limits, this worker's name."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from flows.settings import Settings, require_store
+from storage.s3 import S3Store
+from tasks.cataloguing import SyncLimits
+from tasks.job import JobLimits
+
+
+def open_store(settings: Settings) -> S3Store:
+    """The object store that the settings name; nothing is contacted yet.
+
+    Raises:
+        SettingsIncomplete: they name none.
+    """
+    require_store(settings)
+    secret = settings.store_secret_key
+    return S3Store.open(
+        endpoint=settings.store_endpoint,
+        bucket=settings.store_bucket,
+        region=settings.store_region,
+        access_key=settings.store_access_key,
+        secret_key=secret.get_secret_value() if secret else None,
+        addressing_style=settings.store_addressing,
+    )
+
+
+def job_limits(settings: Settings) -> JobLimits:
+    """The part of the settings that the steps of a run need."""
+    return JobLimits(
+        work_path=settings.work_path,
+        max_opponents=settings.max_opponents,
+        floor_bpb=settings.floor_bpb,
+        min_units=settings.min_units,
+        min_bytes=settings.min_bytes,
+        score_stride=settings.score_stride,
+        engine_timeout_s=settings.engine_timeout_s,
+        engine_wait_s=settings.engine_wait_s,
+        claim_seconds=settings.claim_seconds,
+    )
+
+
+def worker_name() -> str:
+    """Host and process id: which worker a step ran on."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def sync_limits(settings: Settings) -> SyncLimits:
+    """The part of the settings that a sync needs."""
+    return SyncLimits(max_opponents=settings.max_opponents, max_drop=settings.max_drop)

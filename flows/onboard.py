@@ -1,0 +1,94 @@
+"""The main flow: one adapter from its upload to a verdict. One flow run per adapter; see docs/pipeline.md."""
+
+from __future__ import annotations
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
+
+from flows.connect import job_limits, open_store, worker_name
+from flows.settings import load_settings
+from flows.sync import request_sync
+from storage.errors import ClaimLost
+from storage.ledger import TERMINAL, Outcome, Step
+from tasks.conversion import convert, inspect
+from tasks.intake import AdapterBusy, AdapterWaits, claimed_job, intake
+from tasks.job import Job, StepEnded
+from tasks.judgement import judge, refuse
+from tasks.page import publish_page
+from tasks.publication import stage, unstage_control
+from tasks.scoring import choose, score
+from tasks.validation import check
+
+
+@flow(name="onboard", flow_run_name="{author}/{run}", persist_result=False)
+def onboard(author: str, run: str, submission: str = "", force: bool = False, rescore: bool = False) -> State:
+    """Take one upload to its verdict; steps that the ledger shows as finished are skipped.
+
+    `submission` only names what the caller saw; the upload's own marker decides. `force` does every step again,
+    `rescore` only the choice of opponents, the scores and the verdict.
+    """
+    log = get_run_logger()
+    settings = load_settings()
+    store = open_store(settings)
+    try:
+        taken = intake(store, author, run)
+        with claimed_job(
+            store,
+            taken,
+            job_limits(settings),
+            worker=worker_name(),
+            flow_run=str(flow_run.id),
+            force=force,
+            rescore=rescore,
+            log=log,
+        ) as job:
+            ending = walk(job)
+    except AdapterWaits as waits:
+        log.info("%s", waits)
+        return Completed(name=f"Waiting: {waits.code}", message=str(waits))
+    except (AdapterBusy, ClaimLost) as elsewhere:
+        log.info("%s", elsewhere)
+        return Completed(name="Elsewhere", message=str(elsewhere))
+    request_sync(settings.sync_window_seconds, log)
+    return final_state(job, ending)
+
+
+def walk(job: Job) -> Step:
+    """Every step in order; returns the step that ended the run, which is the verdict unless something stopped."""
+    try:
+        inspected = inspect(job)
+        converted = convert(job, inspected)
+        check(job, converted)
+        stage(job, inspected, converted)
+        opponents = choose(job, converted)
+        scored = score(job, converted, opponents)
+        ending = judge(job, converted, opponents, scored)
+    except StepEnded as ended:
+        ending = ended.step
+        if ending.outcome in TERMINAL:
+            ending = refuse(job, ending)
+    else:
+        unstage_control(job, converted)
+    if job.done_here:
+        publish_page(job, ending)
+    return ending
+
+
+def final_state(job: Job, ending: Step) -> State:
+    """The named Prefect state for an ending; a stop is Failed, so that the UI offers Retry."""
+    if not job.done_here:
+        message = f"{job.label}: nothing to do; every step was finished before ({ending.outcome.value})"
+    else:
+        done = ", ".join(kind.value for kind in job.done_here)
+        message = f"{job.label}: {ending.result.get('reason') or ending.outcome.value} (done here: {done})"
+    job.log.info("%s", message)
+    code = ending.result.get("code")
+    match ending.outcome:
+        case Outcome.READY:
+            return Completed(name="Ready", message=message)
+        case Outcome.STOPPED:
+            return Failed(name=f"Stopped: {code}", message=message)
+        case _:
+            return Completed(name=f"{ending.outcome.value.capitalize()}: {code}", message=message)

@@ -1,0 +1,177 @@
+"""Taking an upload in: complete, its base known, its held-out text there, and claimed by this run alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from storage.bases import Base, read_base
+from storage.claims import LedgerHandle, open_ledger
+from storage.digests import step_key
+from storage.documents import utc_now
+from storage.errors import ClaimHeld, HeldoutMissing, UnknownBase, UploadIncomplete
+from storage.heldout import HeldoutSet, list_heldout, read_heldout
+from storage.keys import parse_heldout_ref
+from storage.ledger import Outcome, Step, StepKind, SubmissionRef
+from storage.s3 import S3Store
+from storage.uploads import Upload, read_upload
+from tasks.job import STEP_VERSIONS, Job, JobLimits
+from tasks.outcomes import Code
+
+RESCORED = frozenset({StepKind.OPPONENTS, StepKind.SCORED, StepKind.VERDICT})
+
+
+class AdapterWaits(Exception):
+    """Something this adapter needs is not there yet; the sweep takes it again when it is."""
+
+    def __init__(self, label: str, code: Code, reason: str) -> None:
+        """Keep which adapter waits for what."""
+        self.label, self.code, self.reason = label, code, reason
+        super().__init__(label, code, reason)
+
+    def __str__(self) -> str:
+        """Name the adapter and what it waits for."""
+        return f"{self.label} waits: {self.reason}"
+
+
+class AdapterBusy(Exception):
+    """Another run holds this adapter's claim."""
+
+    def __init__(self, label: str, holder: str, expires_at: datetime) -> None:
+        """Keep who holds it and until when."""
+        self.label, self.holder, self.expires_at = label, holder, expires_at
+        super().__init__(label, holder, expires_at)
+
+    def __str__(self) -> str:
+        """Name the holder, and when its claim ends if it has died."""
+        return (
+            f"{self.label}: {self.holder} is working on it; "
+            f"if that run has died, its claim ends at {self.expires_at:%H:%M:%S} UTC and the sweep takes over"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A complete upload with what it needs; `base` and `heldout` may still be missing, with the reason."""
+
+    upload: Upload
+    base: Base | None
+    heldout: tuple[HeldoutSet, ...]
+    waits_for: tuple[Code, str] | None  # the code and the sentence
+
+
+@task(name="intake", persist_result=False, cache_policy=NO_CACHE)
+def intake(store: S3Store, author: str, run: str) -> Taken:
+    """An upload with what it refers to; see `take_in`."""
+    return take_in(store, author, run)
+
+
+def take_in(store: S3Store, author: str, run: str) -> Taken:
+    """A complete upload with its base and its held-out text, or with what is missing of these.
+
+    Raises:
+        AdapterWaits: the upload is not complete yet (nothing to record: it has no digest).
+    """
+    try:
+        upload = read_upload(store, author, run)
+    except UploadIncomplete as error:
+        raise AdapterWaits(f"{author}/{run}", Code.INCOMPLETE_UPLOAD, str(error)) from error
+    try:
+        base = read_base(store, upload.marker.base)
+    except UnknownBase as error:
+        return Taken(upload, None, (), (Code.UNKNOWN_BASE, str(error)))
+    try:
+        heldout = _read_heldout(store, upload)
+    except HeldoutMissing as error:
+        return Taken(upload, base, (), (Code.NO_HELDOUT, str(error)))
+    return Taken(upload, base, heldout, None)
+
+
+@contextmanager
+def claimed_job(
+    store: S3Store,
+    taken: Taken,
+    limits: JobLimits,
+    *,
+    worker: str,
+    flow_run: str,
+    force: bool,
+    rescore: bool,
+    log: logging.Logger | logging.LoggerAdapter[Any],
+) -> Iterator[Job]:
+    """A job whose ledger this run has claimed, renewed until the block ends.
+
+    Raises:
+        AdapterBusy: another run holds the claim.
+        AdapterWaits: base or held-out text is missing; recorded in the ledger.
+    """
+    marker = taken.upload.marker
+    label = f"{marker.author}/{marker.run}"
+    ledger = open_ledger(
+        store,
+        marker.author,
+        taken.upload.adapter_digest,
+        marker.base,
+        SubmissionRef(run=marker.run, submission=marker.submission),
+    )
+    try:
+        ledger.claim(f"{worker} {flow_run}", limits.claim_seconds)
+    except ClaimHeld as held:
+        raise AdapterBusy(label, held.holder, held.expires_at) from held
+    try:
+        if taken.waits_for is not None or taken.base is None:
+            code, reason = taken.waits_for or (Code.UNKNOWN_BASE, "")
+            ledger.append(_wait_step(ledger, code, reason, worker, flow_run))
+            raise AdapterWaits(label, code, reason)
+        with ledger.keep_claim(limits.claim_seconds):
+            yield Job(
+                store=store,
+                upload=taken.upload,
+                base=taken.base,
+                heldout=taken.heldout,
+                ledger=ledger,
+                limits=limits,
+                forced=frozenset(StepKind) if force else RESCORED if rescore else frozenset(),
+                worker=worker,
+                flow_run=flow_run,
+                log=log,
+            )
+    finally:
+        ledger.release()
+
+
+def _read_heldout(store: S3Store, upload: Upload) -> tuple[HeldoutSet, ...]:
+    author = upload.marker.author
+    named = upload.training.heldout if upload.training else ()
+    refs = [parse_heldout_ref(ref) for ref in named] or [(author, name) for name in list_heldout(store, author)]
+    if not refs:
+        raise HeldoutMissing(author, "main", ())
+    return tuple(read_heldout(store, owner, name) for owner, name in refs)
+
+
+def _wait_step(ledger: LedgerHandle, code: Code, reason: str, worker: str, flow_run: str) -> Step:
+    """Why nothing could begin, on the record; a later run with the cause gone has another step key."""
+    kind = StepKind.INSPECTED
+    inputs = {"adapter": ledger.document.adapter_digest, "base": ledger.document.base, "waits_for": code.value}
+    key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
+    now = utc_now()
+    return Step(
+        kind=kind,
+        step_key=key,
+        attempt=ledger.next_attempt(kind, key),
+        code_version=STEP_VERSIONS[kind],
+        inputs=inputs,
+        outcome=Outcome.WAITING,
+        result={"code": code.value, "codes": [code.value], "reason": reason, "where": None},
+        started_at=now,
+        finished_at=now,
+        worker=worker,
+        flow_run=flow_run,
+    )

@@ -1,0 +1,167 @@
+"""One adapter on its way through the pipeline: what every step needs, and the rule by which a step is skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from storage.bases import Base
+from storage.claims import LedgerHandle
+from storage.digests import step_key
+from storage.documents import utc_now
+from storage.heldout import HeldoutSet
+from storage.ledger import Outcome, Step, StepKind
+from storage.s3 import S3Store
+from storage.uploads import Upload
+from tasks.outcomes import RULED, refusal, rule, stoppage
+
+# A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
+# shown as stale, and a re-run does the step again.
+STEP_VERSIONS: Mapping[str, str] = {
+    StepKind.INSPECTED: "1",
+    StepKind.CONVERTED: "1",
+    StepKind.CHECKED: "1",
+    StepKind.STAGED: "1",
+    StepKind.OPPONENTS: "1",
+    StepKind.SCORED: "1",
+    StepKind.VERDICT: "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What an operator may tune (see `flows.settings.Settings` for units and defaults)."""
+
+    work_path: Path
+    max_opponents: int
+    floor_bpb: float
+    min_units: int
+    min_bytes: int
+    score_stride: int
+    engine_timeout_s: float
+    engine_wait_s: float
+    claim_seconds: int
+
+
+@dataclass(slots=True)
+class Job:
+    """One adapter of one author, claimed by this flow run."""
+
+    store: S3Store
+    upload: Upload
+    base: Base
+    heldout: tuple[HeldoutSet, ...]
+    ledger: LedgerHandle
+    limits: JobLimits
+    forced: frozenset[StepKind]
+    worker: str
+    flow_run: str
+    log: logging.Logger | logging.LoggerAdapter[Any]
+    done_here: list[StepKind] = field(default_factory=list)
+    skipped: list[StepKind] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """How messages name the adapter: `<author>/<run>`."""
+        return f"{self.upload.marker.author}/{self.upload.marker.run}"
+
+    @property
+    def author(self) -> str:
+        """The author whose adapter this is."""
+        return self.upload.marker.author
+
+    @property
+    def source_path(self) -> Path:
+        """Where the upload is downloaded to."""
+        return self.limits.work_path / "sources" / self.author / self.upload.adapter_digest
+
+    def converted_path(self, output_digest: str) -> Path:
+        """Where a converted adapter lies on this machine; the engine loads it from here, so it never changes."""
+        return converted_path(self.limits.work_path, self.base.name, self.author, output_digest)
+
+
+def converted_path(work: Path, base: str, author: str, output_digest: str) -> Path:
+    """The local directory of one converted adapter, named by its digest."""
+    return work / "served" / base / author / output_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a step found: an outcome and the ledger's record of it."""
+
+    outcome: Outcome
+    record: dict[str, Any]
+
+
+class StepEnded(Exception):
+    """A step ended the adapter's run: refused, waiting or stopped. The step is in the ledger already."""
+
+    def __init__(self, step: Step) -> None:
+        """Keep the step."""
+        self.step = step
+        super().__init__(step)
+
+    def __str__(self) -> str:
+        """Name the step, its outcome and the reason."""
+        return f"{self.step.kind}: {self.step.outcome}: {self.step.result.get('reason', '')}"
+
+
+def run_step(job: Job, kind: StepKind, inputs: Mapping[str, str], work: Callable[[], Result]) -> Step:
+    """The finished step of this kind for these inputs: the recorded one if there is one, else `work` done now.
+
+    `inputs` is everything that can change the result; the step's own version is added here.
+
+    Raises:
+        StepEnded: the step refused the adapter, waits or had to stop; it is recorded.
+        ClaimLost: another run has taken this adapter over; nothing is recorded.
+    """
+    key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
+    known = job.ledger.finished(kind, key)
+    if known is not None and kind not in job.forced:
+        job.skipped.append(kind)
+        job.log.info("%s: %s was finished before (%s), skipped", job.label, kind.value, known.outcome.value)
+        return _continue_or_end(known)
+    started = utc_now()
+    job.log.info("%s: %s …", job.label, kind.value)
+    try:
+        result = work()
+    except RULED as error:
+        step = _append(job, kind, key, inputs, Result(rule(error).outcome, refusal(error)), started)
+        job.log.warning("%s: %s %s: %s", job.label, kind.value, step.outcome.value, error)
+        raise StepEnded(step) from error
+    except Exception as error:
+        # Unknown errors stop the run, on the record, and surface whole in the run's log.
+        _append(job, kind, key, inputs, Result(Outcome.STOPPED, stoppage(error)), started)
+        raise
+    return _continue_or_end(_append(job, kind, key, inputs, result, started))
+
+
+def _append(
+    job: Job, kind: StepKind, key: str, inputs: Mapping[str, str], result: Result, started: datetime
+) -> Step:
+    step = Step(
+        kind=kind,
+        step_key=key,
+        attempt=job.ledger.next_attempt(kind, key),
+        code_version=STEP_VERSIONS[kind],
+        inputs=dict(inputs),
+        outcome=result.outcome,
+        result=result.record,
+        started_at=started,
+        finished_at=utc_now(),
+        worker=job.worker,
+        flow_run=job.flow_run,
+    )
+    job.ledger.append(step)
+    job.done_here.append(kind)
+    return step
+
+
+def _continue_or_end(step: Step) -> Step:
+    if step.kind is not StepKind.VERDICT and step.outcome is not Outcome.DONE:
+        raise StepEnded(step)
+    return step

@@ -1,0 +1,198 @@
+"""Which outcome and code each error means: the one table, decided by type."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from roster import errors as catalog
+from storage import errors as store
+from storage.ledger import Outcome
+from tasks import errors as pipeline
+from tasks.bpb import engine_errors as engine
+from tasks.bpb import errors as bpb
+from tasks.lora import errors as lora
+
+
+class Code(StrEnum):
+    """Every code that a step or a verdict can end with. Codes may be added, never renamed."""
+
+    # quarantined, in the order of precedence: file, config, names, layout, check, engine, score
+    CORRUPT_OR_PARTIAL = "corrupt_or_partial"
+    EMPTY_ADAPTER = "empty_adapter"
+    AMBIGUOUS_UPLOAD = "ambiguous_upload"
+    UNSUPPORTED_DTYPE = "unsupported_dtype"
+    PICKLE_REFUSED = "pickle_refused"
+    UNSUPPORTED_CONFIG = "unsupported_config"
+    UNKNOWN_FAMILY = "unknown_family"
+    BASE_MISMATCH = "base_mismatch"
+    MALFORMED_KEY = "malformed_key"
+    MISSING_TENSOR = "missing_tensor"
+    UNEXPECTED_TENSOR = "unexpected_tensor"
+    SHAPE_MISMATCH = "shape_mismatch"
+    NON_FINITE = "non_finite"
+    RANK_UNSUPPORTED = "rank_unsupported"
+    NO_EXPERT_KEYS = "no_expert_keys"
+    EXPERTS_UNTRAINED = "experts_untrained"
+    LAYOUT_CONFLICT = "layout_conflict"
+    LAYOUT_UNDECIDED = "layout_undecided"
+    DELTA_MISMATCH = "delta_mismatch"
+    REFUSED_BY_ENGINE = "refused_by_engine"
+    # inconclusive
+    TOO_LITTLE_TEXT = "too_little_text"
+    # waiting
+    INCOMPLETE_UPLOAD = "incomplete_upload"
+    NO_HELDOUT = "no_heldout"
+    UNKNOWN_BASE = "unknown_base"
+    # stopped
+    STORE_UNAVAILABLE = "store_unavailable"
+    ENGINE_UNAVAILABLE = "engine_unavailable"
+    ENGINE_UNVERIFIED = "engine_unverified"
+    ENGINE_FLAG_MISSING = "engine_flag_missing"
+    SOURCE_GONE = "source_gone"
+    DISK_FULL = "disk_full"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What an error means for the adapter."""
+
+    outcome: Outcome
+    code: Code
+
+
+_Q, _W, _S, _I = Outcome.QUARANTINED, Outcome.WAITING, Outcome.STOPPED, Outcome.INCONCLUSIVE
+
+RULINGS: Mapping[type[Exception], Ruling] = {
+    # The adapter's files.
+    lora.MissingConfig: Ruling(_Q, Code.CORRUPT_OR_PARTIAL),
+    lora.MissingWeights: Ruling(_Q, Code.CORRUPT_OR_PARTIAL),
+    lora.CorruptFile: Ruling(_Q, Code.CORRUPT_OR_PARTIAL),
+    lora.EmptyAdapter: Ruling(_Q, Code.EMPTY_ADAPTER),
+    lora.EscapingPath: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
+    lora.UnsupportedDtype: Ruling(_Q, Code.UNSUPPORTED_DTYPE),
+    lora.PickleRefused: Ruling(_Q, Code.PICKLE_REFUSED),
+    # Its config and its base.
+    lora.InvalidConfig: Ruling(_Q, Code.UNSUPPORTED_CONFIG),
+    lora.UnsupportedConfig: Ruling(_Q, Code.UNSUPPORTED_CONFIG),
+    lora.UnsupportedSourceFormat: Ruling(_Q, Code.UNSUPPORTED_CONFIG),
+    lora.UnknownFamily: Ruling(_Q, Code.UNKNOWN_FAMILY),
+    lora.InvalidBaseConfig: Ruling(_S, Code.INTERNAL),
+    lora.BaseMismatch: Ruling(_Q, Code.BASE_MISMATCH),
+    # Its tensors' names and shapes.
+    lora.MalformedKey: Ruling(_Q, Code.MALFORMED_KEY),
+    lora.MissingTensor: Ruling(_Q, Code.MISSING_TENSOR),
+    lora.UnexpectedTensor: Ruling(_Q, Code.UNEXPECTED_TENSOR),
+    lora.NoExpertKeys: Ruling(_Q, Code.NO_EXPERT_KEYS),
+    lora.ShapeMismatch: Ruling(_Q, Code.SHAPE_MISMATCH),
+    lora.RankUnsupported: Ruling(_Q, Code.RANK_UNSUPPORTED),
+    # Its layout and values.
+    lora.LayoutConflict: Ruling(_Q, Code.LAYOUT_CONFLICT),
+    lora.OrientationUndecided: Ruling(_Q, Code.LAYOUT_UNDECIDED),
+    lora.PackingUndecided: Ruling(_Q, Code.LAYOUT_UNDECIDED),
+    lora.NonFinite: Ruling(_Q, Code.NON_FINITE),
+    lora.ExpertsUntrained: Ruling(_Q, Code.EXPERTS_UNTRAINED),
+    lora.RoundTripMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
+    lora.DeltaMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
+    # The upload and what it refers to.
+    store.UploadIncomplete: Ruling(_W, Code.INCOMPLETE_UPLOAD),
+    store.UploadChanged: Ruling(_W, Code.INCOMPLETE_UPLOAD),
+    store.UploadCorrupt: Ruling(_Q, Code.CORRUPT_OR_PARTIAL),
+    store.UploadAmbiguous: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
+    store.UnknownBase: Ruling(_W, Code.UNKNOWN_BASE),
+    store.HeldoutMissing: Ruling(_W, Code.NO_HELDOUT),
+    store.InvalidDocument: Ruling(_S, Code.INTERNAL),
+    pipeline.SourceGone: Ruling(_S, Code.SOURCE_GONE),
+    pipeline.NotReproducible: Ruling(_S, Code.INTERNAL),
+    # The store.
+    store.StoreUnavailable: Ruling(_S, Code.STORE_UNAVAILABLE),
+    store.StoreNotTrusted: Ruling(_S, Code.STORE_UNAVAILABLE),
+    store.LedgerBusy: Ruling(_S, Code.STORE_UNAVAILABLE),
+    store.ObjectNotFound: Ruling(_S, Code.SOURCE_GONE),
+    # The engine. A refusal is the adapter's own only when the engine is well otherwise (tasks/scoring.py).
+    engine.EngineRefused: Ruling(_Q, Code.REFUSED_BY_ENGINE),
+    engine.EngineUnavailable: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    engine.EngineProtocolError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    TimeoutError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.NoEngine: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.EngineUnverified: Ruling(_S, Code.ENGINE_UNVERIFIED),
+    pipeline.EngineUnfit: Ruling(_S, Code.ENGINE_FLAG_MISSING),
+    pipeline.OpponentRefused: Ruling(_S, Code.INTERNAL),
+    # The scores.
+    bpb.HeldoutUnusable: Ruling(_I, Code.TOO_LITTLE_TEXT),
+    bpb.DuplicateUnit: Ruling(_S, Code.INTERNAL),
+    bpb.TokenizerUnsupported: Ruling(_S, Code.ENGINE_UNVERIFIED),
+    bpb.WindowInvalid: Ruling(_S, Code.ENGINE_FLAG_MISSING),
+    bpb.SubjectsInvalid: Ruling(_S, Code.INTERNAL),
+    bpb.MeasurementVoid: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    bpb.ThresholdsInvalid: Ruling(_S, Code.INTERNAL),
+}
+
+RULED: tuple[type[Exception], ...] = tuple(RULINGS)
+"""What a step turns into an outcome. Anything else stops the run and surfaces whole."""
+
+NOT_THERE: tuple[type[Exception], ...] = (
+    catalog.CatalogMissing,
+    catalog.CatalogSchemaMismatch,
+    catalog.CatalogDamaged,
+    catalog.CatalogHeld,
+    catalog.CatalogBusy,
+    catalog.CatalogChanged,
+    catalog.CatalogNotLocal,
+    catalog.CatalogWriteFailed,
+    catalog.RosterDrop,
+)
+"""What says that the catalog cannot be used or written now; no adapter is judged by it."""
+
+MISUSE: tuple[type[Exception], ...] = (
+    catalog.QueryRefused,
+    catalog.UnknownAuthor,
+    lora.DestinationExists,
+    store.InvalidName,
+    store.NameTaken,
+    store.NoWeights,
+    store.UploadRaced,
+    store.UploadRefused,
+)
+"""What only a command line can meet: something to correct there and then."""
+
+
+def rule(error: Exception) -> Ruling:
+    """The ruling on an error of the table, its class's or the nearest parent's.
+
+    Raises:
+        KeyError: the table does not know it.
+    """
+    for kind in type(error).__mro__:
+        if kind in RULINGS:
+            return RULINGS[kind]
+    raise KeyError(type(error))
+
+
+def refusal(error: Exception) -> dict[str, Any]:
+    """A ruled error as a step's result."""
+    code = rule(error).code.value
+    return {"code": code, "codes": [code], "reason": str(error), "where": getattr(error, "where", None)}
+
+
+def refused_document(error: Exception) -> dict[str, Any]:
+    """A ruled error as `--json` prints it."""
+    result = refusal(error)
+    refused = {
+        "code": result["code"],
+        "message": result["reason"],
+        "where": result["where"],
+        "all": result["codes"],
+    }
+    return {"refused": refused}
+
+
+def stoppage(error: Exception) -> dict[str, Any]:
+    """An error that the table does not know, as a step's result: a full disk is told apart, the rest is ours."""
+    full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
+    code = (Code.DISK_FULL if full else Code.INTERNAL).value
+    return {"code": code, "codes": [code], "reason": f"{type(error).__name__}: {error}", "where": None}

@@ -1,0 +1,74 @@
+"""Staging: the converted adapter in the object store, where the roster can name it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from roster.serving import AdapterFormat, Layout, Manifest, ServedFile
+from storage.documents import put_document
+from storage.errors import PreconditionFailed
+from storage.keys import control_prefix, manifest_key, serving_prefix
+from storage.ledger import Outcome, Step, StepKind
+from tasks.conversion import ensure_converted
+from tasks.job import STEP_VERSIONS, Job, Result, run_step
+from tasks.transfer import put_directory, recorded_files
+
+
+@task(persist_result=False, cache_policy=NO_CACHE)
+def stage(job: Job, inspected: Step, converted: Step) -> Step:
+    """The converted adapter and its control in the object store, each whole, the manifest last."""
+    own = str(converted.result["output_digest"])
+    control: Any = converted.result["control"]
+    prefix = serving_prefix(job.author, own)
+    aside = control_prefix(job.author, control["output_digest"])
+
+    def work() -> Result:
+        own_path, control_path = ensure_converted(job, converted)
+        put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]))
+        _put_manifest(job, prefix, _manifest(job, inspected, converted))
+        put_directory(job.store, control_path, aside, recorded_files(control["files"]))
+        uri = job.store.uri(prefix)
+        record = {"output_digest": own, "prefix": prefix, "uri": uri, "control_prefix": aside}
+        return Result(Outcome.DONE, record)
+
+    return run_step(job, StepKind.STAGED, {"converted": converted.step_key, "output": own}, work)
+
+
+def unstage_control(job: Job, converted: Step) -> None:
+    """Take the control out of the store and off this disk: it has served its purpose and is never served."""
+    control: Any = converted.result["control"]
+    for found in job.store.list_objects(control_prefix(job.author, control["output_digest"])):
+        job.store.delete(found.key)
+    shutil.rmtree(job.converted_path(control["output_digest"]), ignore_errors=True)
+
+
+def _put_manifest(job: Job, prefix: str, manifest: Manifest) -> None:
+    try:
+        put_document(job.store, manifest_key(prefix), manifest, if_none_match=True)
+    except PreconditionFailed:
+        job.log.info("%s: %s was staged before; its first manifest stands", job.label, prefix)
+
+
+def _manifest(job: Job, inspected: Step, converted: Step) -> Manifest:
+    made: Any = converted.result
+    layout = {"orientation": inspected.result["orientation"], "packing": inspected.result["packing"]}
+    return Manifest(
+        author=job.author,
+        run=job.upload.marker.run,
+        base=job.base.name,
+        adapter_digest=job.upload.adapter_digest,
+        output_digest=made["output_digest"],
+        format=AdapterFormat(made["format"]),
+        rank=made["rank"],
+        max_lora_rank=made["max_lora_rank"],
+        is_3d_lora_weight=made["is_3d_lora_weight"],
+        needs_mixed_format=made["needs_mixed_format"],
+        dtype=made["dtype"],
+        layout=Layout.model_validate(layout),
+        files=tuple(ServedFile(**file) for file in made["files"]),
+        converter_version=STEP_VERSIONS[StepKind.CONVERTED],
+    )

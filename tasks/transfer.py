@@ -1,0 +1,83 @@
+"""Converted directories between this machine's disk and the object store, verified both ways."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from roster.serving import Manifest
+from storage.digests import FileDigest
+from storage.documents import read_document
+from storage.errors import ObjectNotFound, StoreUnavailable
+from storage.keys import manifest_key, serving_prefix
+from storage.s3 import S3Store
+
+
+def recorded_files(record: Any) -> tuple[FileDigest, ...]:
+    """The files of a ledger record's `files` list."""
+    return tuple(FileDigest(file["name"], file["bytes"], file["sha256"]) for file in record)
+
+
+def read_manifest(store: S3Store, author: str, output_digest: str) -> Manifest:
+    """The manifest of a staged adapter.
+
+    Raises:
+        ObjectNotFound: it was never staged, or was taken away.
+    """
+    manifest, _ = read_document(store, manifest_key(serving_prefix(author, output_digest)), Manifest)
+    return manifest
+
+
+def fetch_served(store: S3Store, author: str, output_digest: str, destination: Path) -> None:
+    """Download a staged adapter as its manifest lists it; nothing is done where it lies already.
+
+    Raises:
+        ObjectNotFound, StoreUnavailable: as `fetch_directory`.
+    """
+    if destination.is_dir():
+        return
+    manifest = read_manifest(store, author, output_digest)
+    files = [FileDigest(file.name, file.bytes, file.sha256) for file in manifest.files]
+    fetch_directory(store, serving_prefix(author, output_digest), files, destination)
+
+
+def put_directory(store: S3Store, directory: Path, prefix: str, files: Sequence[FileDigest]) -> None:
+    """Upload what is not there yet; names under a digest's prefix always mean the same bytes.
+
+    Raises:
+        StoreUnavailable: the store did not take it, or holds other bytes afterwards.
+    """
+    for file in files:
+        known = store.head(prefix + file.name)
+        if known is None or (known.bytes, known.sha256) != (file.bytes, file.sha256):
+            store.upload_file(directory / file.name, prefix + file.name, sha256=file.sha256)
+
+
+def fetch_directory(store: S3Store, prefix: str, files: Sequence[FileDigest], destination: Path) -> None:
+    """Download a converted adapter, verified, to a directory that appears whole or not at all.
+
+    Raises:
+        ObjectNotFound: a file is not under the prefix.
+        StoreUnavailable: a file's bytes are not what its digest says.
+    """
+    part = destination.with_name(f".{destination.name}.{uuid4().hex}.part")
+    part.mkdir(parents=True)
+    try:
+        for file in files:
+            _fetch(store, prefix + file.name, file, part / file.name)
+        if not destination.is_dir():
+            part.rename(destination)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _fetch(store: S3Store, key: str, file: FileDigest, path: Path) -> None:
+    info = store.head(key)
+    if info is None:
+        raise ObjectNotFound(key)
+    got = store.download_file(key, path, if_match=info.etag)
+    if got.sha256 != file.sha256:
+        raise StoreUnavailable("download", key, f"it has sha256 {got.sha256}, the ledger says {file.sha256}")

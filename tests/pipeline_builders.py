@@ -1,0 +1,135 @@
+"""A pipeline on one desk: a store in memory, a scripted engine, a real Prefect server, the real flow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+from lora_builders import Logical, attention, base_fields, encode, save_adapter
+from prefect.client.schemas.objects import State
+from scripted_scorer import ScriptedScorer
+
+import flows.onboard
+import tasks.scoring
+from flows.onboard import onboard
+from flows.settings import Settings
+from roster.serving_engine import EngineInfo
+from storage.bases import BaseDocument, BaseEngine, TargetFormat, register_base
+from storage.claims import read_ledger
+from storage.documents import put_document
+from storage.heldout import register_heldout
+from storage.keys import engine_key
+from storage.ledger import Ledger
+from storage.s3 import S3Store
+from storage.uploads import Upload, read_upload
+from tasks.cataloguing import Synced, SyncLimits, sync_catalog
+from tasks.submission import submit_adapter
+
+BASE = "tiny"
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+BASE_BPB, OWN_BPB, OTHER_BPB, CONTROL_BPB = 2.4, 2.1, 2.5, 2.39
+
+
+@dataclass
+class Desk:
+    """What a test needs to send adapters through the pipeline."""
+
+    store: S3Store
+    folder: Path
+    settings: Settings
+    engine: ScriptedScorer
+    submitted: dict[str, Upload] = field(default_factory=dict)
+
+    def adapter(self, author: str, *, seed: int | None = None, packing: str = "rank_major", **config: Any) -> Path:
+        """A directory as a trainer leaves it; the seed decides the numbers."""
+        logical = Logical(seed=crc32(author.encode()) if seed is None else seed)
+        tensors = {**encode(logical, packing=packing), **attention()}
+        return save_adapter(self.folder / "trained" / author, tensors, **config)
+
+    def submit(self, author: str, directory: Path, *, run: str = "run-1", base: str = BASE, **more: Any) -> Upload:
+        options: dict[str, Any] = {"trainer": None, "reference": None, "heldout": ()} | more
+        upload = submit_adapter(
+            self.store, directory, author=author, base=base, run=run, progress=lambda done, total: None, **options
+        )
+        self.submitted[author] = upload
+        return upload
+
+    def heldout(self, author: str, *, units: int = 30, length: int = 400) -> None:
+        lines = (
+            json.dumps({"id": f"u{n}", "text": f"{author} wrote text number {n}. " + chr(97 + n % 26) * length})
+            for n in range(units)
+        )
+        file = self.folder / f"{author}.jsonl"
+        file.write_text("\n".join(lines) + "\n")
+        register_heldout(self.store, author, "main", file)
+
+    def run(self, author: str, run: str = "run-1", **options: Any) -> State[Any]:
+        state = onboard(author, run, return_state=True, **options)
+        assert isinstance(state, State)
+        return state
+
+    def ready(self, author: str, **more: Any) -> State[Any]:
+        """Everything from a trained adapter to its verdict."""
+        self.heldout(author)
+        self.submit(author, self.adapter(author, **more))
+        return self.run(author)
+
+    def ledger(self, author: str) -> Ledger:
+        return read_ledger(self.store, author, self.submitted[author].adapter_digest)[0]
+
+    def sync(self) -> Synced:
+        return sync_catalog(self.store, self.settings.catalog_path, SyncLimits(max_opponents=4, max_drop=0.2))
+
+    def keys(self, prefix: str) -> list[str]:
+        return [found.key for found in self.store.list_objects(prefix)]
+
+
+def score_by_name(owner: Callable[[], str]) -> Callable[[str, str], float]:
+    """Own adapters score best, controls about like the base, others worse."""
+
+    def bits(name: str, path: str) -> float:
+        if "~control@" in name:
+            return CONTROL_BPB
+        return OWN_BPB if name.startswith(f"{owner()}@") else OTHER_BPB
+
+    return bits
+
+
+def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch) -> Desk:
+    """A desk whose flow runs use this store and this engine."""
+    settings = Settings(home=folder / "home", store_endpoint="http://127.0.0.1:9", score_stride=200)
+    playing = [""]
+    engine = ScriptedScorer(
+        {BASE: BASE_BPB}, adapters=score_by_name(lambda: playing[0]), max_len=512, bos=True, flavour=0.01
+    )
+    desk = Desk(store, folder, settings, engine)
+
+    @contextmanager
+    def leased(job: Any) -> Iterator[ScriptedScorer]:
+        playing[0] = job.author
+        yield desk.engine
+
+    patch.setattr(tasks.scoring, "leased_engine", leased)
+    patch.setattr(flows.onboard, "open_store", lambda settings: store)
+    patch.setattr(flows.onboard, "load_settings", lambda: settings)
+    add_tiny_base(store)
+    return desk
+
+
+def add_tiny_base(store: S3Store, name: str = BASE, **changes: Any) -> None:
+    document = BaseDocument(
+        base=name,
+        served_model=name,
+        weights_digest=None,
+        engine=BaseEngine(url="http://127.0.0.1:9"),
+        target_format=TargetFormat.PER_EXPERT,
+    )
+    register_base(store, json.dumps(base_fields(**changes)).encode(), document)
+    info = EngineInfo.model_validate_json((EXAMPLES / "engine.json").read_bytes())
+    put_document(store, engine_key(name), info.model_copy(update={"served_model": (name,)}))

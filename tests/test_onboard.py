@@ -1,0 +1,336 @@
+"""The whole flow with a store in memory and a scripted engine: every way an adapter's run can end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_builders import Logical, attention, encode, save_adapter
+from pipeline_builders import BASE, Desk, add_tiny_base, make_desk
+from prefect.client.orchestration import get_client
+from prefect.testing.utilities import prefect_test_harness
+from store_builders import memory_store
+
+from roster.catalog import open_catalog
+from roster.serving import Manifest, Roster
+from roster.story import tell
+from storage.claims import open_ledger
+from storage.documents import read_document, utc_now
+from storage.errors import StoreUnavailable
+from storage.keys import roster_key
+from storage.ledger import Outcome, StepKind
+from tasks.bpb.engine_errors import EngineRefused, EngineUnavailable
+from tasks.sweeping import list_due, reason_to_run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prefect_server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    with memory_store() as store:
+        yield make_desk(store, tmp_path, monkeypatch)
+
+
+def test_an_honest_adapter_becomes_ready(desk: Desk) -> None:
+    state = desk.ready("alder")
+    assert state.name == "Ready"
+    ledger = desk.ledger("alder")
+    assert [step.kind for step in ledger.steps] == list(StepKind)
+    assert ledger.claim is None
+    assert ledger.verdict is not None and ledger.verdict.outcome is Outcome.READY
+    record: Any = ledger.verdict.result
+    assert record["own"] < record["control"] < record["base"] + 0.1
+    assert "no opponent yet" in " ".join(record["notes"])
+    output = record["output_digest"]
+    manifest, _ = read_document(desk.store, f"serving/alder/{output}/manifest.json", Manifest)
+    assert manifest.adapter_digest == desk.submitted["alder"].adapter_digest
+    assert {key.rsplit("/", 1)[1] for key in desk.keys(f"serving/alder/{output}/")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    }
+    assert desk.keys("control/") == [], "the control is taken away after the verdict"
+
+
+def test_the_run_has_a_page(desk: Desk) -> None:
+    desk.ready("alder")
+    with get_client(sync_client=True) as client:
+        pages = [page for page in client.read_artifacts() if page.key == "adapter-alder-run-1"]
+    assert pages
+    text = str(pages[0].data)
+    verdict: Any = desk.ledger("alder").verdict
+    own = f"| own | {verdict.result['own']:.4f} |"
+    for expected in ("# alder/run-1 — ready", "## Checks", "round_trip", own, "| control |", "provisional"):
+        assert expected in text
+
+
+def test_a_rerun_with_nothing_changed_does_no_work_and_says_so(desk: Desk) -> None:
+    desk.ready("alder")
+    before, calls = desk.ledger("alder"), len(desk.engine.calls)
+    shutil.rmtree(desk.settings.work_path)
+    state = desk.run("alder")
+    assert state.name == "Ready"
+    assert "nothing to do" in (state.message or "")
+    assert desk.ledger("alder").steps == before.steps
+    assert len(desk.engine.calls) == calls
+    assert not desk.settings.work_path.exists(), "not even the upload was downloaded"
+
+
+def test_force_does_every_step_again(desk: Desk) -> None:
+    desk.ready("alder")
+    desk.run("alder", force=True)
+    attempts = [step.attempt for step in desk.ledger("alder").steps]
+    assert attempts == [1] * 7 + [2] * 7
+
+
+def test_opponents_are_met_by_a_second_scoring(desk: Desk) -> None:
+    desk.ready("alder")
+    desk.sync()
+    desk.ready("birch")
+    birch: Any = desk.ledger("birch").verdict
+    assert set(birch.result["wrong"]) == {"alder"}
+    thin = desk.sync().thin
+    assert [(row.author, row.opponents, row.wanted) for row in thin] == [("alder", 0, 1)]
+    before = len(desk.ledger("alder").steps)
+    assert desk.run("alder", rescore=True).name == "Ready"
+    alder = desk.ledger("alder")
+    again = [step.kind for step in alder.steps[before:]]
+    assert again == [StepKind.OPPONENTS, StepKind.SCORED, StepKind.VERDICT]
+    assert alder.verdict is not None
+    record: Any = alder.verdict.result
+    assert set(record["wrong"]) == {"birch"} and record["margin"] > 0.1
+    assert desk.sync().thin == ()
+
+
+def test_a_wrong_reading_is_unmasked_by_the_control(desk: Desk) -> None:
+    """The declared packing is false: what scores like the base is own, and the control scores well."""
+    desk.engine.adapters = lambda name, path: 2.1 if "~control@" in name else 2.401
+    state = desk.ready("gorse", lora_B_layout="grouped_by_expert")
+    assert state.name == "Quarantined: control_not_worse"
+    verdict = desk.ledger("gorse").verdict
+    assert verdict is not None and "declared packing is wrong" in str(verdict.result["reason"])
+    desk.sync()
+    with open_catalog(desk.settings.catalog_path) as reader:
+        assert reader.ready() == []
+        assert any("control" in sentence for sentence in tell(reader.show("gorse")))
+
+
+def test_catalog_and_roster_say_the_same(desk: Desk) -> None:
+    for author in ("alder", "birch"):
+        desk.ready(author)
+        desk.sync()
+    roster, _ = read_document(desk.store, roster_key(), Roster)
+    with open_catalog(desk.settings.catalog_path) as reader:
+        rows = {row.author: row.output_digest for row in reader.ready()}
+    assert {author: entry.output_digest for author, entry in roster.bases[BASE].authors.items()} == rows
+    assert set(rows) == {"alder", "birch"} and roster.version == 2
+
+
+def no_config(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+
+
+def other_base(folder: Path) -> None:
+    tensors = {**encode(Logical(hidden=12)), **attention()}
+    save_adapter(folder, tensors)
+
+
+def missing_factor(folder: Path) -> None:
+    tensors = {**encode(Logical()), **attention()}
+    del tensors["base_model.model.model.layers.1.mlp.experts.lora_B.weight"]
+    save_adapter(folder, tensors)
+
+
+def not_a_number(folder: Path) -> None:
+    logical = Logical()
+    logical.b[0, "down_proj"][1, 2, 0] = torch.nan
+    save_adapter(folder, {**encode(logical), **attention()})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "says"),
+    [
+        (no_config, "corrupt_or_partial", "adapter_config.json"),
+        (truncated, "corrupt_or_partial", "adapter_model.safetensors"),
+        (other_base, "base_mismatch", "layers.0.mlp.experts"),
+        (missing_factor, "missing_tensor", "layers.1.mlp.experts.lora_B"),
+        (not_a_number, "non_finite", "layers.0.mlp.experts.lora_B"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_bad_adapters_are_refused_clearly(desk: Desk, spoil: Any, code: str, says: str) -> None:
+    folder = desk.adapter("birch")
+    spoil(folder)
+    desk.heldout("birch")
+    desk.submit("birch", folder)
+    assert desk.run("birch").name == f"Quarantined: {code}"
+    verdict = desk.ledger("birch").verdict
+    assert verdict is not None and verdict.outcome is Outcome.QUARANTINED
+    reason = str(verdict.result["reason"])
+    assert says in reason and "birch/run-1" in reason
+    assert desk.keys("serving/") == [] and desk.keys("control/") == []
+    assert not (desk.settings.work_path / "served").exists(), "no half-written output"
+    assert desk.run("birch").message.count("nothing to do") == 1
+
+
+def test_missing_heldout_text_waits_and_is_taken_again(desk: Desk) -> None:
+    upload = desk.submit("cedar", desk.adapter("cedar"))
+    assert desk.run("cedar").name == "Waiting: no_heldout"
+    ledger = desk.ledger("cedar")
+    assert ledger.verdict is None and ledger.claim is None
+    assert "roster heldout add cedar" in str(ledger.steps[-1].result["reason"])
+    later = utc_now() + timedelta(minutes=5)
+    assert list_due(desk.store, now=later, grace_s=60) == [], "its wait is not over"
+    desk.heldout("cedar")
+    (due,) = list_due(desk.store, now=later, grace_s=60)
+    assert due.key == f"cedar/run-1/{upload.marker.submission}/1", "a key of its own for each try"
+    assert desk.run("cedar").name == "Ready"
+    assert list_due(desk.store, now=later, grace_s=60) == []
+
+
+def test_an_unknown_base_waits(desk: Desk) -> None:
+    desk.heldout("cedar")
+    desk.submit("cedar", desk.adapter("cedar"), base="small")
+    assert desk.run("cedar").name == "Waiting: unknown_base"
+    assert "roster base add small" in str(desk.ledger("cedar").steps[-1].result["reason"])
+    add_tiny_base(desk.store, "small")
+    desk.engine.models = {"small": 2.4}
+    desk.engine.base = "small"
+    assert desk.run("cedar").name == "Ready"
+
+
+def test_an_upload_without_marker_waits(desk: Desk) -> None:
+    state = desk.run("nobody")
+    assert state.name == "Waiting: incomplete_upload"
+    assert desk.keys("ledger/") == []
+
+
+def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(desk: Desk) -> None:
+    desk.engine.on_logprobs = {BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")}
+    assert desk.ready("elm").name == "Stopped: engine_unavailable"
+    ledger = desk.ledger("elm")
+    assert ledger.verdict is None and ledger.steps[-1].outcome is Outcome.STOPPED
+    before = len(ledger.steps)
+    desk.engine.on_logprobs = {}
+    shutil.rmtree(desk.settings.work_path)  # another worker, with an empty home
+    assert desk.run("elm").name == "Ready"
+    assert [step.kind for step in desk.ledger("elm").steps[before:]] == [StepKind.SCORED, StepKind.VERDICT]
+
+
+def test_a_stopped_rescore_does_not_unready(desk: Desk) -> None:
+    desk.ready("elm")
+    desk.engine.on_logprobs = {BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")}
+    assert desk.run("elm", rescore=True).name == "Stopped: engine_unavailable"
+    verdict = desk.ledger("elm").verdict
+    assert verdict is not None and verdict.outcome is Outcome.READY
+
+
+def test_a_drifting_engine_stops_the_run_and_its_scores_are_not_kept(desk: Desk) -> None:
+    desk.engine.drift = 0.1
+    assert desk.ready("elm").name == "Stopped: engine_drift"
+    desk.engine.drift = 0.0
+    assert desk.run("elm").name == "Ready"
+
+
+def test_an_engine_that_never_said_what_it_is_gives_no_verdict(desk: Desk) -> None:
+    desk.store.delete(f"engines/{BASE}.json")
+    assert desk.ready("elm").name == "Stopped: engine_unverified"
+    assert desk.engine.calls == []
+
+
+def test_a_refusal_of_the_own_adapter_is_the_adapters(desk: Desk) -> None:
+    desk.heldout("fir")
+    desk.submit("fir", desk.adapter("fir"))
+    refuse_all = {}
+
+    class Refusing(dict[str, BaseException]):
+        def __contains__(self, name: object) -> bool:
+            return str(name).startswith("fir@")
+
+        def __getitem__(self, name: str) -> BaseException:
+            return EngineRefused(name, "/x", 400, "rank too high")
+
+    desk.engine.on_load = Refusing(refuse_all)
+    assert desk.run("fir").name == "Quarantined: refused_by_engine"
+
+
+def test_two_runs_of_one_adapter_do_not_work_at_once(desk: Desk) -> None:
+    desk.heldout("oak")
+    upload = desk.submit("oak", desk.adapter("oak"))
+    marker = upload.marker
+    ref = {"run": marker.run, "submission": marker.submission}
+    other = open_ledger(desk.store, "oak", upload.adapter_digest, BASE, _ref(ref))
+    other.claim("another worker", 60)
+    state = desk.run("oak")
+    assert state.name == "Elsewhere" and "another worker" in (state.message or "")
+    assert desk.ledger("oak").steps == ()
+    assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) is None
+    other.release()
+    assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) == "its run died"
+
+
+def test_unknown_errors_stop_the_run_on_the_record_and_surface(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr("tasks.conversion.inspect_adapter", broken)
+    state = desk.ready("yew")
+    assert state.is_failed() and "nobody foresaw this" in (state.message or "")
+    last = desk.ledger("yew").steps[-1]
+    assert (last.outcome, last.result["code"]) == (Outcome.STOPPED, "internal")
+
+
+def test_a_full_disk_is_told_apart(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tasks.conversion.convert_adapter", full)
+    desk.ready("yew")
+    assert desk.ledger("yew").steps[-1].result["code"] == "disk_full"
+
+
+def test_changed_training_json_is_new_work(desk: Desk) -> None:
+    """The same bytes, submitted again with another statement about their packing, are decided anew."""
+    desk.ready("alder")
+    first = desk.ledger("alder")
+    folder = desk.folder / "trained" / "alder"
+    (folder / "training.json").write_text(json.dumps({"lora_B_layout": "grouped_by_expert"}))
+    desk.submit("alder", folder, run="run-2")
+    desk.run("alder", "run-2")
+    ledger = desk.ledger("alder")
+    assert len(ledger.submissions) == 2
+    outputs = [s.result["output_digest"] for s in ledger.steps if s.kind is StepKind.CONVERTED]
+    assert len(first.steps) == 7 and len(outputs) == 2 and outputs[0] != outputs[1]
+    packing: Any = [s for s in ledger.steps if s.kind is StepKind.INSPECTED][-1].result["packing"]
+    assert {decision["decided_by"] for decision in packing.values()} == {"training"}
+
+
+def test_the_store_going_away_is_a_stop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("upload", "serving/x", "connection refused")
+
+    monkeypatch.setattr("tasks.publication.put_directory", gone)
+    assert desk.ready("yew").name == "Stopped: store_unavailable"
+
+
+def _ref(fields: dict[str, str]) -> Any:
+    from storage.ledger import SubmissionRef
+
+    return SubmissionRef(**fields)
+
+
