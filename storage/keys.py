@@ -1,0 +1,212 @@
+"""Where everything lies in the object store: one format and, where it is read back, one parse per key."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from storage.errors import InvalidName
+
+UPLOADS = "uploads/"
+LEDGERS = "ledger/"
+BASES = "bases/"
+MARKER_FILE = "_READY.json"
+TRAINING_FILE = "training.json"
+MANIFEST_FILE = "manifest.json"
+
+NAME_RULE = "1 to 64 characters out of a-z 0-9 . _ -, the first a letter or digit, no '..'"
+_MAX_NAME = 64
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_author(value: str) -> str:
+    """Return the author's name, which keeps the naming rule.
+
+    Raises InvalidName.
+    """
+    return _check_name("author", value)
+
+
+def check_run(value: str) -> str:
+    """Return the run's name, which keeps the naming rule.
+
+    Raises InvalidName.
+    """
+    return _check_name("run", value)
+
+
+def check_base(value: str) -> str:
+    """Return the base's name, which keeps the naming rule.
+
+    Raises InvalidName.
+    """
+    return _check_name("base", value)
+
+
+def check_heldout_name(value: str) -> str:
+    """Return the held-out set's name, which keeps the naming rule.
+
+    Raises InvalidName.
+    """
+    return _check_name("held-out set", value)
+
+
+def check_digest(value: str) -> str:
+    """Return the adapter or output digest, 64 lower-case hexadecimal characters.
+
+    Raises InvalidName.
+    """
+    if _DIGEST.fullmatch(value) is None:
+        raise InvalidName("digest", value, "64 hexadecimal characters in lower case")
+    return value
+
+
+def folded_author(author: str) -> str:
+    """Return what two authors must not share: the name without case and without `.`, `_` and `-`."""
+    return author.casefold().translate(str.maketrans("", "", "._-"))
+
+
+def parse_heldout_ref(ref: str) -> tuple[str, str]:
+    """Return (author, name) of a held-out set written as `<author>/<name>`.
+
+    Raises InvalidName.
+    """
+    author, slash, name = ref.partition("/")
+    if not slash:
+        raise InvalidName("held-out set", ref, "<author>/<name>")
+    return check_author(author), check_heldout_name(name)
+
+
+def upload_prefix(author: str, run: str) -> str:
+    """Return the prefix under which one upload lies."""
+    return f"{UPLOADS}{check_author(author)}/{check_run(run)}/"
+
+
+def upload_file_key(author: str, run: str, name: str) -> str:
+    """Return the key of one file of an upload."""
+    return upload_prefix(author, run) + name
+
+
+def marker_key(author: str, run: str) -> str:
+    """Return the key of the marker, which is put last."""
+    return upload_file_key(author, run, MARKER_FILE)
+
+
+def training_key(author: str, run: str) -> str:
+    """Return the key of the trainer's own statement."""
+    return upload_file_key(author, run, TRAINING_FILE)
+
+
+def parse_marker_key(key: str) -> tuple[str, str] | None:
+    """Return (author, run) of a marker's key, or None for any other key.
+
+    Raises InvalidName for a marker under a prefix whose author or run breaks the naming rule.
+    """
+    author, run, name = _parts(key, UPLOADS, 3)
+    if name != MARKER_FILE:
+        return None
+    return check_author(author), check_run(run)
+
+
+def heldout_prefix(author: str) -> str:
+    """Return the prefix under which one author's held-out sets lie."""
+    return f"heldout/{check_author(author)}/"
+
+
+def heldout_key(author: str, name: str) -> str:
+    """Return the key of one held-out set."""
+    return f"{heldout_prefix(author)}{check_heldout_name(name)}.jsonl"
+
+
+def parse_heldout_key(key: str) -> tuple[str, str] | None:
+    """Return (author, name) of a held-out set's key, or None for any other key."""
+    author, file = _parts(key, "heldout/", 2)
+    if not file.endswith(".jsonl"):
+        return None
+    return author, file.removesuffix(".jsonl")
+
+
+def base_config_key(base: str) -> str:
+    """Return the key of a base's config.json."""
+    return f"{BASES}{check_base(base)}/config.json"
+
+
+def base_document_key(base: str) -> str:
+    """Return the key of what we know of a base beyond its config.json."""
+    return f"{BASES}{check_base(base)}/base.json"
+
+
+def parse_base_document_key(key: str) -> str | None:
+    """Return the base of a base document's key, or None for any other key."""
+    base, file = _parts(key, BASES, 2)
+    return base if file == "base.json" else None
+
+
+def ledger_prefix(author: str) -> str:
+    """Return the prefix under which one author's ledgers lie."""
+    return f"{LEDGERS}{check_author(author)}/"
+
+
+def ledger_key(author: str, digest: str) -> str:
+    """Return the key of one adapter's ledger."""
+    return f"{ledger_prefix(author)}{check_digest(digest)}.json"
+
+
+def parse_ledger_key(key: str) -> tuple[str, str] | None:
+    """Return (author, adapter digest) of an adapter's ledger key, or None for any other key."""
+    author, file = _parts(key, LEDGERS, 2)
+    digest = file.removesuffix(".json")
+    if digest == file or _DIGEST.fullmatch(digest) is None:
+        return None
+    return author, digest
+
+
+def serving_prefix(author: str, output_digest: str) -> str:
+    """Return the prefix of one converted adapter."""
+    return f"serving/{check_author(author)}/{check_digest(output_digest)}/"
+
+
+def control_prefix(author: str, output_digest: str) -> str:
+    """Return the prefix of one control, kept only while it is scored."""
+    return f"control/{check_author(author)}/{check_digest(output_digest)}/"
+
+
+def manifest_key(prefix: str) -> str:
+    """Return the key of the manifest under a serving or control prefix; it is put last."""
+    return prefix + MANIFEST_FILE
+
+
+def roster_key() -> str:
+    """Return the key of what is served now."""
+    return "roster/current.json"
+
+
+def engine_key(base: str) -> str:
+    """Return the key under which the engine of a base tells what it is."""
+    return f"engines/{check_base(base)}.json"
+
+
+def _parts(key: str, prefix: str, count: int) -> list[str]:
+    """Return the `count` parts of a key below a prefix, empty strings if it is not of that shape."""
+    parts = key.removeprefix(prefix).split("/") if key.startswith(prefix) else []
+    return parts if len(parts) == count else [""] * count
+
+
+def _check_name(kind: str, value: str) -> str:
+    if _NAME.fullmatch(value) is None or ".." in value:
+        raise InvalidName(kind, value, NAME_RULE, _suggested(value))
+    return value
+
+
+def _suggested(value: str) -> str | None:
+    """Return a name near to this one that keeps the rule, or None where only its owner can say.
+
+    Accents are taken off; letters of other alphabets have no safe counterpart, whatever they look like.
+    """
+    plain = "".join(c for c in unicodedata.normalize("NFKD", value) if not unicodedata.combining(c)).lower()
+    if any(not c.isascii() and c.isalnum() for c in plain):
+        return None
+    near = re.sub(r"[^a-z0-9._-]+", "-", plain)
+    near = re.sub(r"\.{2,}", ".", near).lstrip("._-")[:_MAX_NAME].rstrip("._-")
+    return near or None

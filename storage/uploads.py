@@ -1,0 +1,237 @@
+"""Uploads in the store: found, read, and downloaded exactly as their marker says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from storage.digests import FileDigest, directory_digest, is_adapter_file
+from storage.documents import (
+    AuthorName,
+    BaseName,
+    Document,
+    RootDocument,
+    RunName,
+    Sha256,
+    Submission,
+    UtcTime,
+    format_time,
+    read_document,
+)
+from storage.errors import (
+    InvalidDocument,
+    InvalidName,
+    ObjectNotFound,
+    PreconditionFailed,
+    UploadAmbiguous,
+    UploadChanged,
+    UploadCorrupt,
+    UploadIncomplete,
+)
+from storage.keys import (
+    MARKER_FILE,
+    TRAINING_FILE,
+    UPLOADS,
+    marker_key,
+    parse_marker_key,
+    training_key,
+    upload_file_key,
+)
+from storage.objects import ObjectInfo
+from storage.s3 import S3Store
+from storage.training import Training, parse_training
+
+_DOWNLOADS = 2
+
+
+class UploadedFile(Document):
+    """One file that the marker lists."""
+
+    name: str
+    bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class UploadMarker(RootDocument):
+    """_READY.json, put last: the upload is complete when every listed file is there."""
+
+    submitted_at: UtcTime
+    submission: Submission
+    author: AuthorName
+    run: RunName
+    base: BaseName
+    files: tuple[UploadedFile, ...]
+
+    @model_validator(mode="after")
+    def _submission_is_of_its_time(self) -> Self:
+        if not self.submission.startswith(format_time(self.submitted_at) + "-"):
+            raise ValueError(f"submission {self.submission} does not begin with submitted_at")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of an upload, pinned to the object it was when the upload was read."""
+
+    digest: FileDigest
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One complete upload. `adapter_digest` rests on the marker until `download_upload` has verified it.
+
+    `warnings` name what was ignored in training.json.
+    """
+
+    marker: UploadMarker
+    marker_etag: str
+    files: tuple[StoredFile, ...]
+    adapter_digest: str
+    training: Training | None = None
+    training_digest: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def adapter_files(self) -> tuple[StoredFile, ...]:
+        """Return the adapter's own files, whose bytes are its identity."""
+        return tuple(file for file in self.files if is_adapter_file(file.digest.name))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyUpload:
+    """An upload whose marker is in the store."""
+
+    author: str
+    run: str
+    marker: ObjectInfo
+
+
+@dataclass(frozen=True, slots=True)
+class UploadListing:
+    """What lies under uploads/: the uploads with a marker, and the markers under names we must refuse."""
+
+    ready: tuple[ReadyUpload, ...]
+    misnamed: tuple[InvalidName, ...]
+
+
+def list_uploads(store: S3Store) -> UploadListing:
+    """Return every upload that has a marker.
+
+    Raises StoreUnavailable, StoreNotTrusted.
+    """
+    ready: list[ReadyUpload] = []
+    misnamed: list[InvalidName] = []
+    for found in store.list_objects(UPLOADS):
+        try:
+            names = parse_marker_key(found.key)
+        except InvalidName as error:
+            misnamed.append(error)
+            continue
+        if names is not None:
+            ready.append(ReadyUpload(*names, found))
+    return UploadListing(tuple(ready), tuple(misnamed))
+
+
+def read_upload(store: S3Store, author: str, run: str) -> Upload:
+    """Return an upload that is there as its marker says, each file pinned to its ETag.
+
+    Raises InvalidName, UploadIncomplete while the marker or a listed file is missing or has another size,
+    UploadAmbiguous, InvalidDocument for a marker or training.json that cannot be used, StoreUnavailable.
+    """
+    key = marker_key(author, run)
+    try:
+        marker, etag = read_document(store, key, UploadMarker)
+    except ObjectNotFound:
+        raise UploadIncomplete(author, run, f"{MARKER_FILE} is not there yet") from None
+    if (marker.author, marker.run) != (author, run):
+        raise InvalidDocument(key, f"it is the marker of {marker.author}/{marker.run}")
+    fault = file_names_fault(file.name for file in marker.files)
+    if fault is not None:
+        raise UploadAmbiguous(author, run, fault)
+    files = tuple(_stored(store, marker, file) for file in marker.files)
+    own = [file.digest for file in files if is_adapter_file(file.digest.name)]
+    if not own:
+        raise InvalidDocument(key, "it lists neither adapter_config.json nor a weight file")
+    upload = Upload(marker, etag, files, directory_digest(own))
+    return _with_training(store, upload)
+
+
+def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[FileDigest, ...]:
+    """Write the adapter's own files into a directory, verified, and return their digests.
+
+    The other files of an upload are the trainer's and stay where they are.
+
+    Raises UploadChanged if the upload is another by now, UploadCorrupt if a file keeps coming with other
+    bytes than its marker says, ObjectNotFound if a file was deleted, StoreUnavailable, OSError.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    digests = tuple(_download(store, upload.marker, file, directory) for file in upload.adapter_files)
+    marker = store.head(marker_key(upload.marker.author, upload.marker.run))
+    if marker is None or marker.etag != upload.marker_etag:
+        raise UploadChanged(upload.marker.author, upload.marker.run, MARKER_FILE)
+    return digests
+
+
+def file_names_fault(names: Iterable[str]) -> str | None:
+    """Return what is wrong with the file names of an upload, None if they are plain and can be told apart."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if name in {"", ".", "..", MARKER_FILE} or any(c in "/\\" or not c.isprintable() for c in name):
+            return f"{name!r} is no name for an uploaded file"
+        folded = name.casefold()
+        if folded in seen:
+            return f"{seen[folded]!r} and {name!r} differ in nothing but case"
+        seen[folded] = name
+    return None
+
+
+def _stored(store: S3Store, marker: UploadMarker, file: UploadedFile) -> StoredFile:
+    found = store.head(upload_file_key(marker.author, marker.run, file.name))
+    if found is None:
+        raise UploadIncomplete(marker.author, marker.run, f"{file.name} is listed, but not there")
+    if found.bytes != file.bytes:
+        reason = f"{file.name} should have {file.bytes} bytes, found {found.bytes}"
+        raise UploadIncomplete(marker.author, marker.run, reason)
+    return StoredFile(FileDigest(file.name, file.bytes, file.sha256), found.etag)
+
+
+def _with_training(store: S3Store, upload: Upload) -> Upload:
+    marker = upload.marker
+    listed = next((file for file in marker.files if file.name == TRAINING_FILE), None)
+    if listed is None:
+        return upload
+    key = training_key(marker.author, marker.run)
+    body = store.get(key).body
+    if hashlib.sha256(body).hexdigest() != listed.sha256:
+        reason = f"{TRAINING_FILE} is not the one that the marker lists"
+        raise UploadIncomplete(marker.author, marker.run, reason)
+    training, warnings = parse_training(key, body)
+    return replace(upload, training=training, training_digest=listed.sha256, warnings=warnings)
+
+
+def _download(store: S3Store, marker: UploadMarker, file: StoredFile, directory: Path) -> FileDigest:
+    expected = file.digest
+    key = upload_file_key(marker.author, marker.run, expected.name)
+    path = directory / expected.name
+    found = ""
+    for _ in range(_DOWNLOADS):
+        try:
+            got = store.download_file(key, path, if_match=file.etag)
+        except PreconditionFailed:
+            raise UploadChanged(marker.author, marker.run, expected.name) from None
+        if got.sha256 == expected.sha256:
+            return got
+        path.unlink()
+        found = got.sha256
+    now = store.head(key)
+    if now is None:
+        raise ObjectNotFound(key)
+    if now.etag != file.etag:
+        raise UploadChanged(marker.author, marker.run, expected.name)
+    raise UploadCorrupt(marker.author, marker.run, expected.name, expected.sha256, found)

@@ -1,0 +1,261 @@
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import EndpointConnectionError
+from store_builders import Clock, failing, make_adapter_directory, memory_store, submit_directory, with_faults
+
+from storage.documents import encode_document
+from storage.errors import (
+    InvalidDocument,
+    ObjectNotFound,
+    StoreUnavailable,
+    UploadAmbiguous,
+    UploadChanged,
+    UploadCorrupt,
+    UploadIncomplete,
+)
+from storage.keys import marker_key, upload_file_key
+from storage.s3 import S3Store
+from storage.training import Training
+from storage.uploads import UploadMarker, download_upload, list_uploads, read_upload
+
+
+@pytest.fixture
+def store() -> Iterator[S3Store]:
+    with memory_store() as empty:
+        yield empty
+
+
+def put_marker(store: S3Store, marker: UploadMarker, **changes: Any) -> None:
+    key = marker_key("ada", "run-1")
+    store.put(key, encode_document(key, marker.model_copy(update=changes)))
+
+
+def test_an_upload_arrives_as_it_was_submitted(store: S3Store, tmp_path: Path) -> None:
+    source = make_adapter_directory(tmp_path / "source")
+    clock = Clock()
+    seen: list[tuple[int, int]] = []
+    marker = submit_directory(store, source, now=clock, progress=lambda *done: seen.append(done))
+    upload = read_upload(store, "ada", "run-1")
+
+    assert upload.marker == marker
+    assert (marker.author, marker.run, marker.base, marker.submitted_at) == (
+        "ada",
+        "run-1",
+        "tiny",
+        clock.time,
+    )
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "optimizer.pt"]
+    assert [file.name for file in marker.files] == names
+    assert seen[-1] == (sum(file.bytes for file in marker.files),) * 2
+    assert upload.training is None
+    assert upload.training_digest is None
+
+    lines = ""
+    for name in ["adapter_config.json", "adapter_model.safetensors"]:
+        lines += f"{hashlib.sha256((source / name).read_bytes()).hexdigest()} {name}\n"
+    assert upload.adapter_digest == hashlib.sha256(lines.encode()).hexdigest()
+
+    files = download_upload(store, upload, tmp_path / "target")
+    assert [file.name for file in files] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == [file.name for file in files]
+    for file in files:
+        assert (tmp_path / "target" / file.name).read_bytes() == (source / file.name).read_bytes()
+
+
+def test_only_the_adapters_own_files_are_its_identity(store: S3Store, tmp_path: Path) -> None:
+    source = make_adapter_directory(tmp_path)
+    submit_directory(store, source, run="run-1")
+    (source / "README.md").write_text("other words")
+    (source / "optimizer.pt").unlink()
+    submit_directory(store, source, run="run-2")
+    (source / "adapter_config.json").write_text("{}")
+    submit_directory(store, source, run="run-3")
+    digests = [read_upload(store, "ada", f"run-{number}").adapter_digest for number in (1, 2, 3)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_uploads_are_listed_by_their_markers(store: S3Store, tmp_path: Path) -> None:
+    source = make_adapter_directory(tmp_path)
+    submit_directory(store, source, "ada", "run-1")
+    submit_directory(store, source, "bob", "run-9")
+    store.put("uploads/carl/run-1/adapter_config.json", b"{}")
+    store.put("uploads/Ada/run-2/_READY.json", b"{}")
+    listing = list_uploads(store)
+    assert [(found.author, found.run) for found in listing.ready] == [("ada", "run-1"), ("bob", "run-9")]
+    assert listing.ready[0].marker.etag == read_upload(store, "ada", "run-1").marker_etag
+    assert [error.value for error in listing.misnamed] == ["Ada"]
+
+
+@pytest.mark.parametrize("missing", ["marker", "file", "size", "training"])
+def test_an_upload_that_is_not_all_there_waits(store: S3Store, tmp_path: Path, missing: str) -> None:
+    """Markers seen before their data: PrimeIntellect-ai/prime-rl #2391."""
+    submit_directory(store, make_adapter_directory(tmp_path), training=Training(peft_version="0.21.2"))
+    read_upload(store, "ada", "run-1")
+    match missing:
+        case "marker":
+            store.delete(marker_key("ada", "run-1"))
+            fact = "_READY.json is not there yet"
+        case "file":
+            store.delete(upload_file_key("ada", "run-1", "optimizer.pt"))
+            fact = "optimizer.pt is listed, but not there"
+        case "size":
+            store.put(upload_file_key("ada", "run-1", "adapter_model.safetensors"), b"half")
+            fact = "adapter_model.safetensors should have 70001 bytes, found 4"
+        case _:
+            key = upload_file_key("ada", "run-1", "training.json")
+            store.put(key, store.get(key).body.replace(b"0.21.2", b"0.20.2"))
+            fact = "training.json is not the one that the marker lists"
+    with pytest.raises(UploadIncomplete, match=f"ada/run-1: the upload is not complete: {fact}"):
+        read_upload(store, "ada", "run-1")
+
+
+@pytest.mark.parametrize(
+    ("names", "fact"),
+    [
+        (["adapter_config.json", "../secret"], "'../secret' is no name for an uploaded file"),
+        (["adapter_config.json", "a\\b"], r"'a\\\\b' is no name for an uploaded file"),
+        (["adapter_config.json", "_READY.json"], "'_READY.json' is no name for an uploaded file"),
+        (["adapter_config.json", "adapter_config.json"], "differ in nothing but case"),
+        (["adapter_model.safetensors", "Adapter_Model.safetensors"], "differ in nothing but case"),
+    ],
+)
+def test_file_names_that_escape_or_collide_are_ambiguous(
+    store: S3Store, tmp_path: Path, names: list[str], fact: str
+) -> None:
+    marker = submit_directory(store, make_adapter_directory(tmp_path))
+    files = tuple(marker.files[1].model_copy(update={"name": name}) for name in names)
+    put_marker(store, marker, files=files)
+    with pytest.raises(UploadAmbiguous, match=f"ada/run-1: the upload is ambiguous: .*{fact}"):
+        read_upload(store, "ada", "run-1")
+
+
+def test_a_marker_of_another_upload_is_refused(store: S3Store, tmp_path: Path) -> None:
+    marker = submit_directory(store, make_adapter_directory(tmp_path))
+    put_marker(store, marker, run="run-2")
+    with pytest.raises(
+        InvalidDocument, match=r"uploads/ada/run-1/_READY.json: .* it is the marker of ada/run-2"
+    ):
+        read_upload(store, "ada", "run-1")
+    put_marker(store, marker, submission="2020-03-01T10:00:00Z-0a1b2c3d")
+    with pytest.raises(InvalidDocument, match="does not begin with submitted_at"):
+        read_upload(store, "ada", "run-1")
+    put_marker(store, marker, files=marker.files[:1])
+    with pytest.raises(InvalidDocument, match=r"neither adapter_config.json nor a weight file"):
+        read_upload(store, "ada", "run-1")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "file"), [("weights", "adapter_model.safetensors"), ("marker", "_READY.json")]
+)
+def test_an_upload_overwritten_during_the_download_is_noticed(
+    store: S3Store, tmp_path: Path, replaced: str, file: str
+) -> None:
+    marker = submit_directory(store, make_adapter_directory(tmp_path / "source"))
+    upload = read_upload(store, "ada", "run-1")
+    if replaced == "weights":
+        store.put(upload_file_key("ada", "run-1", file), bytes(70_001))
+    else:
+        put_marker(store, marker, base="other")
+    with pytest.raises(UploadChanged, match=f"ada/run-1: {file} was replaced in the store") as caught:
+        download_upload(store, upload, tmp_path / "target")
+    assert caught.value.file == file
+    assert not (tmp_path / "target" / "adapter_model.safetensors").exists() or replaced == "marker"
+
+
+def test_bytes_other_than_the_marker_promises_are_corrupt_after_a_second_look(
+    store: S3Store, tmp_path: Path
+) -> None:
+    """ETags are no digests, so only our own sha256 tells."""
+    submit_directory(store, make_adapter_directory(tmp_path / "source"))
+    key = upload_file_key("ada", "run-1", "adapter_model.safetensors")
+    store.put(key, bytes(70_001))
+    upload = read_upload(store, "ada", "run-1")
+    asked: list[str] = []
+    real_get = store._client.get_object
+
+    def get(**given: Any) -> Any:
+        asked.append(given["Key"])
+        return real_get(**given)
+
+    with pytest.raises(UploadCorrupt) as caught:
+        download_upload(with_faults(store, get_object=get), upload, tmp_path / "target")
+    assert asked.count(key) == 2
+    assert caught.value.file == "adapter_model.safetensors"
+    assert caught.value.found == hashlib.sha256(bytes(70_001)).hexdigest()
+    assert caught.value.expected == upload.adapter_files[1].digest.sha256
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["adapter_config.json"]
+
+
+def test_a_file_deleted_after_intake_is_not_found(store: S3Store, tmp_path: Path) -> None:
+    submit_directory(store, make_adapter_directory(tmp_path / "source"))
+    upload = read_upload(store, "ada", "run-1")
+    store.delete(upload_file_key("ada", "run-1", "adapter_config.json"))
+    with pytest.raises(ObjectNotFound, match=r"uploads/ada/run-1/adapter_config.json"):
+        download_upload(store, upload, tmp_path / "target")
+
+
+def test_training_statements_travel_and_unknown_keys_warn(store: S3Store, tmp_path: Path) -> None:
+    source = make_adapter_directory(tmp_path)
+    values = {
+        "trainer": {"name": "unsloth_zoo", "version": "2026.8.17", "host": "h"},
+        "lora_B_layout": "rank_major",
+        "wandb": {"id": 1},
+        "reference": {
+            "measure_id": "m",
+            "heldout": {
+                "ada/letters": {"own_bpb": 1.5, "base_bpb": 2, "units": 24, "bytes": 9000, "nats": 1}
+            },
+        },
+    }
+    (source / "training.json").write_text(json.dumps(values))
+    submit_directory(store, source)
+    upload = read_upload(store, "ada", "run-1")
+
+    assert upload.training is not None
+    assert upload.training.lora_b_layout == "rank_major"
+    assert upload.training.reference is not None
+    assert upload.training.reference.heldout["ada/letters"].base_bpb == 2.0
+    assert upload.training_digest == hashlib.sha256((source / "training.json").read_bytes()).hexdigest()
+    paths = ["trainer.host", "wandb", "reference.heldout.ada/letters.nats"]
+    key = "uploads/ada/run-1/training.json"
+    assert upload.warnings == tuple(f"{key}: {path} is no key we know, ignored" for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"heldout": ["letters"]}', "heldout.0: .*expected <author>/<name>"),
+        ('{"authors": ["Ada"]}', "authors.0: .*author 'Ada': expected"),
+        ('{"reference": {"heldout": {}}}', "reference.measure_id: Field required"),
+    ],
+)
+def test_a_training_json_that_cannot_be_read_is_refused_at_both_ends(
+    store: S3Store, tmp_path: Path, text: str, fact: str
+) -> None:
+    source = make_adapter_directory(tmp_path)
+    marker = submit_directory(store, source)
+    (source / "training.json").write_text(text)
+    with pytest.raises(InvalidDocument, match=rf"{source}/training.json: .*{fact}"):
+        submit_directory(store, source)
+    listed = {
+        "name": "training.json",
+        "bytes": len(text),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    store.put(upload_file_key("ada", "run-1", "training.json"), text.encode())
+    put_marker(store, marker, files=(*marker.files, marker.files[0].model_copy(update=listed)))
+    with pytest.raises(InvalidDocument, match=f"uploads/ada/run-1/training.json: .*{fact}"):
+        read_upload(store, "ada", "run-1")
+
+
+def test_a_store_that_fails_is_not_taken_for_a_bad_upload(store: S3Store, tmp_path: Path) -> None:
+    submit_directory(store, make_adapter_directory(tmp_path))
+    down = with_faults(store, head_object=failing(EndpointConnectionError(endpoint_url="http://x")))
+    with pytest.raises(StoreUnavailable, match="head uploads/ada/run-1/"):
+        read_upload(down, "ada", "run-1")
