@@ -1,0 +1,183 @@
+"""Proof that a conversion was executed right, from the files alone.
+
+What is proved is the *execution*: the output holds exactly the source's numbers, each where the decided
+layout says. Whether the layout was *read* right is another matter, settled by evidence from outside
+(packing.py) and by the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tasks.lora.config import AdapterConfig, effective_scaling, read_adapter_config
+from tasks.lora.errors import (
+    AdapterError,
+    DeltaMismatch,
+    ExpertsUntrained,
+    MissingTensor,
+    NonFinite,
+    RoundTripMismatch,
+)
+from tasks.lora.families import TensorClass
+from tasks.lora.files import AdapterFiles, open_adapter
+from tasks.lora.header import TensorSpec
+from tasks.lora.reading import AdapterLayout
+from tasks.lora.rebuild import Findings, compare_adapters, list_expected
+
+
+class CheckName(StrEnum):
+    """What is checked, in the order in which a failure is reported."""
+
+    COVERAGE = "coverage"
+    SIZE = "size"
+    SCALING = "scaling"
+    FINITE = "finite"
+    TRAINED = "trained"
+    SHARED_A = "shared_a"
+    ROUND_TRIP = "round_trip"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check. detail: one line. figures: (name, number). where: the first place that failed, or ""."""
+
+    name: CheckName
+    passed: bool
+    detail: str
+    figures: tuple[tuple[str, float], ...]
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """All checks of one conversion; every one was made, whether or not another failed."""
+
+    adapter: str
+    checks: tuple[CheckResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+
+# (what was expected, the error of a failure)
+_FAILURES: dict[CheckName, tuple[str, type[AdapterError]]] = {
+    CheckName.COVERAGE: ("every layer, expert, projection and factor exactly once", MissingTensor),
+    CheckName.SIZE: ("as many bytes as the base's sizes give", RoundTripMismatch),
+    CheckName.SCALING: ("the scaling that the trainer applied", DeltaMismatch),
+    CheckName.FINITE: ("finite values", NonFinite),
+    CheckName.TRAINED: ("routed experts that moved", ExpertsUntrained),
+    CheckName.SHARED_A: ("one A for all projections of a parameter", DeltaMismatch),
+    CheckName.ROUND_TRIP: ("every number of the source, bit for bit", RoundTripMismatch),
+}
+
+
+def check_conversion(source: AdapterFiles, converted: Path, layout: AdapterLayout) -> CheckReport:
+    """Return the result of every check on the adapter in the folder `converted`.
+
+    source, layout: what it was converted from. Reads both weight files whole, one parameter at a time.
+    Raises like open_adapter and read_adapter_config where the converted folder itself cannot be read.
+    """
+    output = open_adapter(converted, label=layout.label)
+    config = read_adapter_config(converted, label=layout.label)
+    expected = list(list_expected(layout))
+    findings = compare_adapters(source, output, layout, expected)
+    return CheckReport(
+        layout.label,
+        (
+            _check_coverage(output, layout, expected),
+            _check_size(output, expected),
+            _check_scaling(config, layout),
+            _check_finite(findings),
+            _check_trained(findings),
+            _check_shared_a(findings),
+            _check_round_trip(source, findings),
+        ),
+    )
+
+
+def raise_for(report: CheckReport) -> None:
+    """Raise the error of the first failed check; return if there is none."""
+    for check in report.checks:
+        if not check.passed:
+            expected, error = _FAILURES[check.name]
+            raise error(report.adapter, check.where or f"check {check.name}", expected, check.detail)
+
+
+def _check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: list[TensorSpec]) -> CheckResult:
+    expected = {spec.name: (spec.dtype, spec.shape) for spec in specs}
+    found = {entry.name: (entry.dtype, entry.shape) for entry in output.tensors}
+    missing = sorted(expected.keys() - found.keys())
+    extra = sorted(found.keys() - expected.keys())
+    wrong = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    routed = (len(expected) - len(missing) - len(layout.modules)) // 2
+    faults = [*missing, *extra, *wrong]
+    detail = f"{layout.expert_pairs} expert pairs and {len(layout.modules)} other tensors, each once"
+    if faults:
+        detail = (
+            f"{len(missing)} tensors missing, {len(extra)} too many, {len(wrong)} of another shape or dtype"
+        )
+    figures = (
+        ("pairs", routed),
+        ("pairs_expected", layout.expert_pairs),
+        ("missing", len(missing)),
+        ("extra", len(extra)),
+        ("wrong", len(wrong)),
+    )
+    return CheckResult(CheckName.COVERAGE, not faults, detail, figures, faults[0] if faults else "")
+
+
+def _check_size(output: AdapterFiles, specs: list[TensorSpec]) -> CheckResult:
+    expected = sum(spec.data_bytes for spec in specs)
+    found = sum(entry.end - entry.begin for entry in output.tensors)
+    detail = f"{found} bytes of data, {expected} expected"
+    return CheckResult(CheckName.SIZE, found == expected, detail, (("bytes", found), ("expected", expected)))
+
+
+def _check_scaling(config: AdapterConfig, layout: AdapterLayout) -> CheckResult:
+    expected, found = effective_scaling(layout.config), effective_scaling(config)
+    passed = found == expected and config.r == layout.rank
+    detail = f"scaling {found:g} at rank {config.r}, source {expected:g} at rank {layout.rank}"
+    return CheckResult(CheckName.SCALING, passed, detail, (("scaling", found), ("expected", expected)))
+
+
+def _check_finite(findings: Findings) -> CheckResult:
+    count = sum(number for _, number in findings.nonfinite)
+    tensors = len(findings.nonfinite)
+    detail = f"{count} NaN or infinite values in {tensors} tensors" if count else "no NaN, no infinity"
+    where = findings.nonfinite[0][0] if count else ""
+    return CheckResult(
+        CheckName.FINITE, not count, detail, (("nonfinite", count), ("tensors", tensors)), where
+    )
+
+
+def _check_trained(findings: Findings) -> CheckResult:
+    figures = tuple(_list_fractions(findings))
+    routed = sum(findings.trained.get(TensorClass.ROUTED_EXPERTS, ()))
+    detail = ", ".join(f"{name} {fraction:.4g}" for name, fraction in figures) or "nothing to look at"
+    return CheckResult(CheckName.TRAINED, routed > 0, f"pairs that moved: {detail}", figures)
+
+
+def _list_fractions(findings: Findings) -> Iterator[tuple[str, float]]:
+    for kind, pairs in findings.trained.items():
+        yield kind.value, sum(pairs) / len(pairs)
+
+
+def _check_shared_a(findings: Findings) -> CheckResult:
+    count = len(findings.unshared)
+    detail = f"{count} parameters whose projections have different A" if count else "gate and up share A"
+    where = findings.unshared[0] if count else ""
+    return CheckResult(CheckName.SHARED_A, not count, detail, (("differing", count),), where)
+
+
+def _check_round_trip(source: AdapterFiles, findings: Findings) -> CheckResult:
+    compared, total, differing = findings.compared, len(source.tensors), len(findings.differing)
+    passed = compared == total and not differing
+    detail = f"{compared - differing} of {total} source tensors found again bit for bit"
+    where = findings.differing[0] if differing else ""
+    figures = (("tensors", total), ("compared", compared), ("differing", differing))
+    return CheckResult(CheckName.ROUND_TRIP, passed, detail, figures, where)

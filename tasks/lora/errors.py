@@ -1,0 +1,218 @@
+"""The ways an adapter can be wrong, one class each.
+
+Every error carries five facts and says them in one sentence; which outcome code a class stands for is
+decided elsewhere, in one table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class AdapterError(Exception):
+    """An adapter, or the base it names, cannot be read as it stands; retrying will not help.
+
+    adapter: the label, such as "author-17/run-3". where: a file, tensor key or config field.
+    expected, found: short phrases. advice: what to do next, one sentence.
+    """
+
+    ADVICE = ""
+
+    def __init__(self, adapter: str, where: str, expected: str, found: str, advice: str = "") -> None:
+        """Keep the facts; without its own advice an error gives its class's."""
+        self.adapter = adapter
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.advice = advice or self.ADVICE
+        super().__init__(adapter, where, expected, found, self.advice)
+
+    def __str__(self) -> str:
+        text = f"{self.adapter}: {self.where}: found {self.found}; expected {self.expected}."
+        return f"{text} {self.advice}".rstrip()
+
+
+# Files
+
+
+class MissingConfig(AdapterError):
+    """There is no adapter_config.json."""
+
+    ADVICE = "Upload the whole folder that the trainer saved."
+
+
+class MissingWeights(AdapterError):
+    """There is no adapter_model.safetensors."""
+
+    ADVICE = "Upload the folder that holds the final adapter, not one above it."
+
+
+class PickleRefused(AdapterError):
+    """The only weights are pickled; pickles are never opened."""
+
+    ADVICE = "Save the adapter again with safe_serialization=True."
+
+
+class EscapingPath(AdapterError):
+    """A file of the adapter is a link to somewhere outside its folder, or no regular file."""
+
+    ADVICE = "Upload real files (cp -L follows links)."
+
+
+class CorruptFile(AdapterError):
+    """A file is cut short, padded, or not what its name says."""
+
+    ADVICE = "Compare its size with the trainer's copy and upload it again."
+
+
+class EmptyAdapter(AdapterError):
+    """The weight file holds no tensors, or tensors without elements."""
+
+    ADVICE = "The trainer saved before any weights were gathered; save the adapter again."
+
+
+class UnsupportedDtype(AdapterError):
+    """A tensor is stored in a type that cannot be served bit for bit."""
+
+    ADVICE = "Save the adapter in float32, float16 or bfloat16."
+
+
+# Configs
+
+
+class InvalidConfig(AdapterError):
+    """adapter_config.json is no JSON object, or a field of it has a wrong type or value."""
+
+    ADVICE = "Save the adapter again with the trainer that made it."
+
+
+class UnsupportedConfig(AdapterError):
+    """The adapter uses a feature whose effect would be lost in serving."""
+
+    ADVICE = "Train without it; taking it out of the config would serve another model than the trained one."
+
+
+class UnsupportedSourceFormat(AdapterError):
+    """The weights are stored in a way that is not read yet."""
+
+    ADVICE = "Save the adapter with PEFT's target_parameters as one adapter_model.safetensors."
+
+
+class UnknownFamily(AdapterError):
+    """The base model's architecture is not in the table of families."""
+
+    ADVICE = "Check that the right base config was given."
+
+
+class InvalidBaseConfig(AdapterError):
+    """The base model's config.json lacks a size, or contradicts itself."""
+
+    ADVICE = "Register the base again with the config.json that lies beside its weights."
+
+
+# Names
+
+
+class MalformedKey(AdapterError):
+    """A tensor's name is not that of a saved LoRA factor."""
+
+    ADVICE = "Save the adapter with PEFT's save_pretrained, which writes these names."
+
+
+class UnexpectedTensor(AdapterError):
+    """A tensor's name is well formed but belongs to nothing that this family can serve."""
+
+    ADVICE = "A name the engine does not know is dropped without a word, so it is refused here."
+
+
+class MissingTensor(AdapterError):
+    """A factor that the base config calls for is not there."""
+
+    ADVICE = "Upload an adapter that was trained on every expert layer and saved whole."
+
+
+class NoExpertKeys(AdapterError):
+    """There is no factor for any routed expert."""
+
+    ADVICE = "The experts were never targeted; list them in target_parameters and train again."
+
+
+# Layout
+
+
+class BaseMismatch(AdapterError):
+    """The shapes or layer numbers fit another base model."""
+
+    ADVICE = "Was it trained on another base model?"
+
+
+class ShapeMismatch(AdapterError):
+    """A shape contradicts the config or the tensor's own partner."""
+
+    ADVICE = "Upload the config and the weights of one and the same save."
+
+
+class RankUnsupported(AdapterError):
+    """The rank is above what the engine serves, or does not divide the stacked tensor."""
+
+    ADVICE = "Was it trained on another base model, or with another rank than its config says?"
+
+
+class LayoutConflict(AdapterError):
+    """Statements about the layout, or the tensors of different layers, contradict each other."""
+
+    ADVICE = "Find out which program trained it, and with which version; then force that packing."
+
+
+class OrientationUndecided(AdapterError):
+    """Both orientations fit every shape that there is."""
+
+    ADVICE = "Train gate_up_proj and down_proj together: their shapes decide it."
+
+
+class PackingUndecided(AdapterError):
+    """A statement says that the packing varies, and nothing says how."""
+
+    ADVICE = "Train it again in one process, or force the packing."
+
+
+# Values
+
+
+class NonFinite(AdapterError):
+    """A tensor holds NaN or infinite values."""
+
+    ADVICE = "The training diverged; train again."
+
+
+class ExpertsUntrained(AdapterError):
+    """No routed expert's delta can be anything but zero."""
+
+    ADVICE = "The experts were attached but never moved; check that the trainer gives them gradients."
+
+
+class RoundTripMismatch(AdapterError):
+    """The converted factors, put back into the source's encoding, are not the source."""
+
+    ADVICE = "This is a fault of the conversion: report it with the adapter."
+
+
+class DeltaMismatch(AdapterError):
+    """The converted adapter would add other deltas than the source."""
+
+    ADVICE = "This is a fault of the conversion: report it with the adapter."
+
+
+# Our own side
+
+
+class DestinationExists(Exception):
+    """The folder to write is there already and not empty; nothing was touched."""
+
+    def __init__(self, destination: Path) -> None:
+        """Keep the folder."""
+        self.destination = destination
+        super().__init__(destination)
+
+    def __str__(self) -> str:
+        return f"{self.destination} exists and is not empty. Remove it or name another folder."

@@ -1,0 +1,137 @@
+"""The header of a safetensors file: parsed strictly, formatted deterministically.
+
+Source: the format's own description (safetensors repository, README "Format"): 8 bytes little-endian header
+length, UTF-8 JSON, then one byte buffer that the tensors fill without holes or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tasks.lora.errors import AdapterError, CorruptFile, EmptyAdapter, UnsupportedDtype
+from tasks.lora.strict_json import parse_strict_json
+
+LENGTH_BYTES = 8
+# The safetensors library refuses longer headers (MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+METADATA_KEY = "__metadata__"
+
+_DTYPES = ", ".join(ITEM_BYTES)
+_ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file; begin and end are byte offsets in the file, not in the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a file that is still to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def parse_header(header: bytes, *, file_bytes: int, adapter: str, where: str) -> tuple[TensorEntry, ...]:
+    """Return the tensors in the order in which they lie in the file.
+
+    header: the JSON part. file_bytes: the size of the whole file. Raises CorruptFile for a header that does
+    not describe exactly this file, UnsupportedDtype, and EmptyAdapter for no tensors or empty ones.
+    """
+
+    def corrupt(expected: str, found: str) -> AdapterError:
+        return CorruptFile(adapter, where, expected, found)
+
+    try:
+        fields = parse_strict_json(header)
+    except ValueError as error:
+        raise corrupt("a header of strict JSON", str(error)) from error
+    if not isinstance(fields, dict):
+        raise corrupt("a header that is a JSON object", f"a JSON {type(fields).__name__}")
+    metadata = fields.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise corrupt(f"text values in {METADATA_KEY}", "something else")
+    if not fields:
+        raise EmptyAdapter(adapter, where, "at least one tensor", "none")
+    start = LENGTH_BYTES + len(header)
+    entries = [_parse_entry(name, entry, start, adapter, where) for name, entry in fields.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    place = start
+    for entry in entries:
+        if entry.begin != place:
+            kind = "overlaps its neighbour" if entry.begin < place else "leaves a hole before it"
+            raise corrupt(
+                "tensors that fill the file side by side", f"{entry.name} at {entry.begin}: it {kind}"
+            )
+        place = entry.end
+    if place > file_bytes:
+        raise CorruptFile(
+            adapter,
+            where,
+            f"{place} bytes, as its header says",
+            f"{file_bytes} bytes",
+            "It is cut short: the upload may still be under way, or broke off. Upload it again.",
+        )
+    if place < file_bytes:
+        raise corrupt(f"{place} bytes, as its header says", f"{file_bytes} bytes")
+    return tuple(entries)
+
+
+def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str) -> TensorEntry:
+    def corrupt(expected: str, found: object) -> CorruptFile:
+        return CorruptFile(adapter, f"{where}: {name[:200]}", expected, str(found)[:200])
+
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
+        raise corrupt("exactly dtype, shape and data_offsets", entry)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str):
+        raise corrupt("a dtype that is text", dtype)
+    if not _is_natural_list(shape):
+        raise corrupt("a shape of whole numbers", shape)
+    if not _is_natural_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise corrupt("data_offsets [begin, end]", offsets)
+    if dtype not in ITEM_BYTES:
+        raise UnsupportedDtype(adapter, f"{where}: {name[:200]}", _DTYPES, dtype[:200])
+    expected = math.prod(shape) * ITEM_BYTES[dtype]
+    if offsets[1] - offsets[0] != expected:
+        raise corrupt(f"{expected} bytes for {dtype} {shape}", f"{offsets[1] - offsets[0]} bytes")
+    if expected == 0:
+        raise EmptyAdapter(adapter, f"{where}: {name[:200]}", "a tensor with elements", f"shape {shape}")
+    return TensorEntry(name, dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _is_natural_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def format_header(tensors: Sequence[TensorSpec]) -> bytes:
+    """Return the first bytes of a file that holds `tensors` in this order: length and JSON.
+
+    Padded with spaces so that the data begins at a multiple of 8, as the safetensors library does.
+    """
+    fields: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    place = 0
+    for tensor in tensors:
+        end = place + tensor.data_bytes
+        fields[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (place, end)}
+        place = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

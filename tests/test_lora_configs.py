@@ -1,0 +1,260 @@
+"""adapter_config.json and the base's config.json, read without trust."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_builders import EXPERTS, LABEL, base_fields, config_fields, make_base, short_id
+from transformers import Qwen3MoeConfig
+
+from tasks.lora.base import read_base_config
+from tasks.lora.config import (
+    AdapterConfig,
+    effective_scaling,
+    list_config_warnings,
+    read_adapter_config,
+    smallest_max_lora_rank,
+)
+from tasks.lora.errors import (
+    AdapterError,
+    CorruptFile,
+    InvalidBaseConfig,
+    InvalidConfig,
+    MissingConfig,
+    RankUnsupported,
+    UnknownFamily,
+    UnsupportedConfig,
+)
+from tasks.lora.families import Size
+from tasks.lora.files import MAX_CONFIG_BYTES
+
+
+def read(folder: Path, **fields: Any) -> AdapterConfig:
+    (folder / "adapter_config.json").write_text(json.dumps(config_fields(**fields)), "utf-8")
+    return read_adapter_config(folder, label=LABEL)
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(MissingConfig, match=r"found no such file; expected adapter_config.json"):
+        read_adapter_config(tmp_path, label=LABEL)
+
+
+def test_real_peft_config_is_read_without_warnings(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    LoraConfig(
+        r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
+    ).save_pretrained(tmp_path)
+    config = read_adapter_config(tmp_path, label=LABEL)
+    assert (config.r, config.lora_alpha, config.target_parameters) == (8, 16, ["mlp.experts.down_proj"])
+    assert list_config_warnings(config) == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("bias", "lora_only"),
+        ("peft_type", "LOHA"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"down_proj": 4}),
+        ("alpha_pattern", {"down_proj": 4}),
+        ("layer_replication", [[0, 2]]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("trainable_token_indices", [0]),
+        ("megatron_config", {"x": 1}),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("arrow_config", {"top_k": 3}),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "loftq"),
+    ],
+)
+def test_features_that_would_be_lost_are_refused(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedConfig) as caught:
+        read(tmp_path, **{field: value})
+    assert caught.value.where == f"adapter_config.json: {field}"
+    assert str(value) in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "lora")],
+)
+def test_harmless_values_pass(tmp_path: Path, field: str, value: Any) -> None:
+    read(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("r", 0, "0"),
+        ("r", 2.5, "2.5"),
+        ("r", True, "True"),
+        ("r", "16", "'16'"),
+        ("lora_alpha", 0, "0"),
+        ("lora_alpha", -1, "-1"),
+        ("lora_alpha", None, "None"),
+        ("use_rslora", "yes", "'yes'"),
+        ("target_parameters", "all", "'all'"),
+        ("unsloth_fused_expert_lora", [], r"\[\]"),
+    ],
+)
+def test_wrong_types_are_named(tmp_path: Path, field: str, value: Any, found: str) -> None:
+    with pytest.raises(InvalidConfig, match=rf"{LABEL}: adapter_config.json: {field}.*: found {found}"):
+        read(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"[]", r"found \[\]"),
+        (b'{"r": 8, "r": 16, "lora_alpha": 1}', "'r' twice"),
+        (b'{"r": 8, "lora_alpha": NaN}', "NaN"),
+        (b'{"r": 8, "lora_alpha": 1e999}', "inf"),
+        (b'{"lora_alpha": 1}', "adapter_config.json: r: found nothing"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "adapter_config.json"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 50_000, "nesting too deep"),
+    ],
+    ids=short_id,
+)
+def test_broken_json_is_named(tmp_path: Path, data: bytes, found: str) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(data)
+    with pytest.raises(InvalidConfig, match=found):
+        read_adapter_config(tmp_path, label=LABEL)
+
+
+def test_huge_config_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "adapter_config.json").open("wb") as file:
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    with pytest.raises(CorruptFile, match=r"at most 16000000 bytes"):
+        read_adapter_config(tmp_path, label=LABEL)
+
+
+@pytest.mark.parametrize(("rank", "smallest"), [(1, 1), (4, 8), (16, 16), (48, 64), (257, 320), (512, 512)])
+def test_smallest_legal_max_lora_rank(tmp_path: Path, rank: int, smallest: int) -> None:
+    assert smallest_max_lora_rank(read(tmp_path, r=rank).r) == smallest
+
+
+def test_rank_above_the_engines(tmp_path: Path) -> None:
+    with pytest.raises(RankUnsupported, match=r"adapter_config.json: r: found 513; expected at most 512"):
+        read(tmp_path, r=513)
+
+
+@pytest.mark.parametrize(("rslora", "expected"), [(False, 6 / 4), (True, 6 / 2)], ids=["plain", "rslora"])
+def test_scaling(tmp_path: Path, rslora: bool, expected: float) -> None:
+    """unsloth-zoo#941: alpha / r, or alpha / sqrt(r), never both."""
+    assert math.isclose(effective_scaling(read(tmp_path, r=4, lora_alpha=6, use_rslora=rslora)), expected)
+
+
+def test_unknown_fields_are_warned_of_if_they_say_something(tmp_path: Path) -> None:
+    """peft#2275: new PEFT versions add fields all the time."""
+    empty = {f"future_{number}": value for number, value in enumerate([None, False, [], {}, ""])}
+    config = read(tmp_path, **empty, future_power="on", lora_dropout=0.1)
+    warnings = list_config_warnings(config)
+    assert len(warnings) == 2
+    assert "future_power" in warnings[0]
+    assert "lora_dropout 0.1" in warnings[1]
+
+
+def test_base_as_transformers_writes_it(tmp_path: Path) -> None:
+    """5.24 writes num_local_experts where earlier versions wrote num_experts."""
+    Qwen3MoeConfig(
+        hidden_size=24,
+        moe_intermediate_size=10,
+        num_hidden_layers=5,
+        num_experts=6,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=100,
+    ).save_pretrained(tmp_path)
+    base = read_base_config(tmp_path, label="tiny")
+    assert (base.hidden, base.expert_intermediate, base.experts, base.layers) == (24, 10, 6, 5)
+    assert base.sparse_layers == (1,)
+    assert (base.size(Size.QUERY), base.size(Size.KEY_VALUE), base.vocab) == (48, 16, 100)
+    assert read_base_config(tmp_path / "config.json", label="tiny") == base
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": None, "num_experts": EXPERTS},
+        {"num_experts": EXPERTS},
+        {"decoder_sparse_step": None, "mlp_only_layers": None},
+        {"architectures": ["Qwen3MoeForCausalLM"]},
+    ],
+)
+def test_spellings_of_one_base(changes: dict[str, Any]) -> None:
+    assert make_base(**changes) == make_base()
+
+
+def test_sizes_may_sit_in_text_config() -> None:
+    fields = base_fields()
+    nested = {"model_type": fields.pop("model_type"), "text_config": fields}
+    assert read_base_config(json.dumps(nested).encode(), label="tiny-base") == make_base()
+
+
+def test_head_dim_is_derived_as_upstream_does() -> None:
+    assert make_base(head_dim=None, hidden_size=12).head_dim == 4
+    with pytest.raises(InvalidBaseConfig, match=r"head_dim: found nothing; .*3 heads do not divide 10"):
+        make_base(head_dim=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "found"),
+    [
+        ({"hidden_size": None}, "hidden_size", "nothing"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size", "0"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers", "'2'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers", "1000000000"),
+        ({"num_attention_heads": True}, "num_attention_heads", "True"),
+        ({"num_local_experts": None}, "num_experts or num_local_experts", "nothing"),
+        ({"num_experts": 8}, "num_experts or num_local_experts", '"num_experts": 8'),
+        ({"num_local_experts": 1}, "num_experts or num_local_experts", "1"),
+        ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step", "none"),
+        ({"mlp_only_layers": "01"}, "mlp_only_layers", "'01'"),
+    ],
+)
+def test_base_config_faults_are_named(changes: dict[str, Any], where: str, found: str) -> None:
+    with pytest.raises(InvalidBaseConfig) as caught:
+        make_base(**changes)
+    assert (caught.value.adapter, caught.value.where) == ("tiny-base", f"config.json: {where}")
+    assert found in caught.value.found
+
+
+def test_size_that_only_some_adapters_need(tmp_path: Path) -> None:
+    base = make_base(intermediate_size=None)
+    with pytest.raises(InvalidBaseConfig, match="dense intermediate: found nothing"):
+        base.size(Size.DENSE_INTERMEDIATE)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe_text", None, 7])
+def test_unknown_family(model_type: Any) -> None:
+    with pytest.raises(
+        UnknownFamily, match=r"tiny-base: config.json: model_type: found .*expected one of qwen3_moe"
+    ):
+        make_base(model_type=model_type)
+
+
+@pytest.mark.parametrize(("data", "found"), [(b"{", "no JSON"), (b"[]", "list"), (b'{"a":1,"a":1}', "twice")])
+def test_broken_base_config(data: bytes, found: str) -> None:
+    with pytest.raises(InvalidBaseConfig, match=found):
+        read_base_config(data, label="tiny-base")
+
+
+def test_base_config_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no such file"):
+        read_base_config(tmp_path, label="tiny-base")

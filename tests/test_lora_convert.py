@@ -1,0 +1,339 @@
+"""Conversion: every encoding of one adapter becomes the same files, and they hold what the adapter means."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lora_builders import (
+    ALPHA,
+    EXPERTS,
+    INTER,
+    LABEL,
+    LAYERS,
+    PREFIX,
+    RANK,
+    Logical,
+    attention,
+    encode,
+    make_base,
+    save_adapter,
+)
+from safetensors.torch import load_file
+
+from tasks.lora.base import BaseConfig
+from tasks.lora.convert import ConvertedFiles, convert_adapter
+from tasks.lora.errors import CorruptFile, DestinationExists
+from tasks.lora.inspect import inspect_adapter
+from tasks.lora.layouts import Packing
+from tasks.lora.plan import plan_control, plan_conversion
+
+PACKINGS = ("rank_major", "grouped_by_expert")
+ENCODINGS = list(itertools.product(PACKINGS, ("standard", "swapped")))
+
+
+def convert(
+    source: Path, destination: Path, base: BaseConfig, forced: str, *, control: bool = False
+) -> ConvertedFiles:
+    found = inspect_adapter(source, base, label=LABEL, forced=Packing(forced), header_only=True)
+    plan = plan_conversion(found.layout)
+    return convert_adapter(found.files, plan_control(plan) if control else plan, destination)
+
+
+def expert_name(layer: int, expert: int, projection: str, factor: str) -> str:
+    return f"{PREFIX}.{layer}.mlp.experts.{expert}.{projection}.lora_{factor}.weight"
+
+
+def expected_tensors(logical: Logical) -> dict[str, torch.Tensor]:
+    """What the output must hold, spelled out expert by expert."""
+    tensors = {}
+    for layer in logical.layers:
+        for e in range(logical.experts):
+            gate_up, down = (layer, "gate_up_proj"), (layer, "down_proj")
+            tensors[expert_name(layer, e, "gate_proj", "A")] = logical.a[gate_up][e]
+            tensors[expert_name(layer, e, "up_proj", "A")] = logical.a[gate_up][e]
+            tensors[expert_name(layer, e, "gate_proj", "B")] = logical.b[gate_up][e][: logical.inter]
+            tensors[expert_name(layer, e, "up_proj", "B")] = logical.b[gate_up][e][logical.inter :]
+            tensors[expert_name(layer, e, "down_proj", "A")] = logical.a[down][e]
+            tensors[expert_name(layer, e, "down_proj", "B")] = logical.b[down][e]
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_four_encodings_become_identical_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Automodel#3592, unsloth#6930: one adapter, four encodings on disk."""
+    logical, base = Logical(dtype=dtype), make_base()
+    others = attention(dtype=dtype)
+    digests = set()
+    for packing, orientation in ENCODINGS:
+        name = f"{packing}-{orientation}"
+        tensors = encode(logical, packing=packing, orientation=orientation) | others
+        source = save_adapter(tmp_path / "source" / name, tensors)
+        made = convert(source, tmp_path / "made" / name, base, packing)
+        digests.add(tuple((file.name, file.bytes, file.sha256) for file in made.files))
+    assert len(digests) == 1
+    found = load_file(tmp_path / "made" / name / "adapter_model.safetensors")
+    expected = expected_tensors(logical) | others
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
+def test_wrong_packing_gives_other_deltas(tmp_path: Path, packing: str, orientation: str) -> None:
+    """Same shapes, same sizes, another model: this is why the packing has to be proved."""
+    logical, base = Logical(), make_base()
+    wrong = PACKINGS[1 - PACKINGS.index(packing)]
+    source = save_adapter(tmp_path / "source", encode(logical, packing=packing, orientation=orientation))
+    convert(source, tmp_path / "wrong", base, wrong)
+    found = load_file(tmp_path / "wrong" / "adapter_model.safetensors")
+    assert {key: value.shape for key, value in found.items()} == {
+        key: value.shape for key, value in expected_tensors(logical).items()
+    }
+    for layer, e in itertools.product(logical.layers, range(EXPERTS)):
+        right = logical.b[layer, "down_proj"][e] @ logical.a[layer, "down_proj"][e]
+        a, b = (found[expert_name(layer, e, "down_proj", factor)] for factor in "AB")
+        assert (b @ a - right).norm() > 0.5 * right.norm()
+
+
+@pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
+def test_deltas_equal_a_plain_loop_over_the_source(tmp_path: Path, packing: str, orientation: str) -> None:
+    """The stored tensors are read here number by number, as the producers' own forwards read them."""
+    tensors = encode(Logical(), packing=packing, orientation=orientation)
+    source = save_adapter(tmp_path / "source", tensors)
+    convert(source, tmp_path / "made", make_base(), packing)
+    found = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    for layer, e in itertools.product(range(LAYERS), range(EXPERTS)):
+        stored_a = tensors[f"{PREFIX}.{layer}.mlp.experts.base_layer.lora_A.weight"]
+        stored_b = tensors[f"{PREFIX}.{layer}.mlp.experts.base_layer.lora_B.weight"]
+        delta = torch.zeros(stored_b.shape[0], stored_a.shape[1])
+        for j in range(RANK):
+            column = j * EXPERTS + e if packing == "rank_major" else e * RANK + j
+            delta += stored_b[:, column, None] * stored_a[e * RANK + j, None, :]
+        delta = delta.T if orientation == "swapped" else delta
+        made = [
+            found[expert_name(layer, e, name, "B")] @ found[expert_name(layer, e, name, "A")]
+            for name in ("gate_proj", "up_proj")
+        ]
+        torch.testing.assert_close(torch.cat(made), delta)
+        assert not torch.allclose(made[0], made[1])
+
+
+def test_equal_experts_and_rank_are_not_degenerate(tmp_path: Path) -> None:
+    """E = r: the packings have equal shapes and equal splits, and still differ."""
+    logical, base = Logical(rank=4, experts=4), make_base()
+    digests = {}
+    for packing in PACKINGS:
+        source = save_adapter(tmp_path / packing, encode(logical, packing=packing), r=4)
+        for forced in PACKINGS:
+            made = convert(source, tmp_path / f"{packing}-{forced}", base, forced)
+            digests[packing, forced] = made.files[1].sha256
+    assert digests["rank_major", "rank_major"] == digests["grouped_by_expert", "grouped_by_expert"]
+    assert digests["rank_major", "grouped_by_expert"] != digests["rank_major", "rank_major"]
+
+
+@pytest.mark.parametrize(("hidden", "inter"), [(14, 7), (7, 7)], ids=["hidden = 2 * inter", "hidden = inter"])
+@pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
+def test_square_projection_is_decided_by_its_sibling(
+    tmp_path: Path, hidden: int, inter: int, packing: str, orientation: str
+) -> None:
+    """vllm#52194: with H = 2I a shape says nothing about gate_up; with H = I nothing about down."""
+    logical = Logical(hidden=hidden, inter=inter)
+    base = make_base(hidden_size=hidden, moe_intermediate_size=inter)
+    source = save_adapter(tmp_path / "source", encode(logical, packing=packing, orientation=orientation))
+    convert(source, tmp_path / "made", base, packing)
+    found = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    for key, tensor in expected_tensors(logical).items():
+        assert torch.equal(found[key], tensor), key
+
+
+def test_parameters_may_be_packed_differently(tmp_path: Path) -> None:
+    logical = Logical()
+    mixed = {"gate_up_proj": "grouped_by_expert", "down_proj": "rank_major"}
+    source = save_adapter(
+        tmp_path / "source",
+        encode(logical, packing=mixed),
+        unsloth_fused_expert_lora={
+            "parameters": {name: {"lora_B_layout": value} for name, value in mixed.items()}
+        },
+    )
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "made")
+    made = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    for key, tensor in expected_tensors(logical).items():
+        assert torch.equal(made[key], tensor), key
+
+
+def test_mixed_dtypes_survive_and_stay_aligned(tmp_path: Path) -> None:
+    logical = Logical(dtype=torch.bfloat16, inter=5)
+    tensors = encode(logical)
+    odd = attention(rank=RANK)
+    source = save_adapter(tmp_path / "source", tensors | odd)
+    found = inspect_adapter(source, make_base(moe_intermediate_size=5), label=LABEL)
+    made = convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "made")
+    assert made.dtype == "BF16,F32"
+    loaded = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    for key, tensor in (expected_tensors(logical) | odd).items():
+        assert loaded[key].dtype == tensor.dtype
+        assert torch.equal(loaded[key], tensor), key
+
+
+def test_only_sparse_layers_are_expected(tmp_path: Path) -> None:
+    """A layer without routed experts has an ordinary MLP, whose factors are served as they are."""
+    logical = Logical(layers=(1,))
+    base = make_base(mlp_only_layers=[0])
+    dense = {
+        f"{PREFIX}.0.mlp.up_proj.lora_A.weight": torch.randn(RANK, 10),
+        f"{PREFIX}.0.mlp.up_proj.lora_B.weight": torch.randn(22, RANK),
+    }
+    source = save_adapter(tmp_path / "source", encode(logical) | dense)
+    made = convert(source, tmp_path / "made", base, "rank_major")
+    loaded = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    assert made.pairs == EXPERTS * 3
+    assert loaded.keys() == (expected_tensors(logical) | dense).keys()
+
+
+def test_config_says_what_the_trainer_applied(tmp_path: Path) -> None:
+    source = save_adapter(
+        tmp_path / "source",
+        encode(Logical()) | attention(),
+        use_rslora=True,
+        base_model_name_or_path="Qwen/Qwen3-30B-A3B",
+        target_modules="all-linear",
+        lora_B_layout="rank_major",
+    )
+    made = convert(source, tmp_path / "made", make_base(), "rank_major")
+    config = json.loads((tmp_path / "made" / "adapter_config.json").read_text("utf-8"))
+    assert config == {
+        "base_model_name_or_path": "Qwen/Qwen3-30B-A3B",
+        "bias": "none",
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": RANK,
+        "target_modules": [
+            "down_proj",
+            "gate",
+            "gate_proj",
+            "k_proj",
+            "o_proj",
+            "q_proj",
+            "up_proj",
+            "v_proj",
+        ],
+        "task_type": "CAUSAL_LM",
+        "use_rslora": True,
+    }
+    assert (made.rank, made.max_lora_rank, made.format, made.dtype) == (RANK, 8, "per-expert", "F32")
+
+
+def test_path_of_the_trainers_machine_is_not_kept(tmp_path: Path) -> None:
+    """lorax#315, #51: a base named by a path or not at all must not be followed."""
+    source = save_adapter(tmp_path / "source", encode(Logical()), base_model_name_or_path="/home/me/qwen")
+    convert(source, tmp_path / "made", make_base(), "rank_major")
+    config = json.loads((tmp_path / "made" / "adapter_config.json").read_text("utf-8"))
+    assert config["base_model_name_or_path"] is None
+
+
+def test_digests_sizes_and_progress_are_those_of_the_files(tmp_path: Path) -> None:
+    source = save_adapter(tmp_path / "source", encode(Logical()) | attention())
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    plan = plan_conversion(found.layout)
+    steps: list[tuple[int, int]] = []
+    made = convert_adapter(
+        found.files, plan, tmp_path / "made", lambda done, total: steps.append((done, total))
+    )
+    assert sorted(file.name for file in made.files) == sorted(
+        path.name for path in (tmp_path / "made").iterdir()
+    )
+    for file in made.files:
+        data = (tmp_path / "made" / file.name).read_bytes()
+        assert (file.bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    weights = (tmp_path / "made" / "adapter_model.safetensors").stat().st_size
+    assert plan.predicted_bytes == weights
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+    assert steps[-1] == (weights, weights)
+
+
+class Killed(BaseException):
+    """Like KeyboardInterrupt: no Exception."""
+
+
+@pytest.mark.parametrize("after", [1, 5])
+def test_interruption_leaves_nothing(tmp_path: Path, after: int) -> None:
+    source = save_adapter(tmp_path / "source", encode(Logical()))
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    seen = 0
+
+    def kill(done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        assert list((tmp_path / "out").glob(".made.*")), "the unfinished folder lies beside its destination"
+        if seen == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "out" / "made", kill)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_source_that_shrinks_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    source = save_adapter(tmp_path / "source", encode(Logical()))
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    weights = source / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
+    with pytest.raises(CorruptFile, match=r"author-17/run-3: base_model.*the file's end"):
+        convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "out" / "made")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_existing_destination_is_left_alone(tmp_path: Path) -> None:
+    source = save_adapter(tmp_path / "source", encode(Logical()))
+    keep = tmp_path / "made" / "keep"
+    keep.parent.mkdir()
+    keep.write_text("mine")
+    with pytest.raises(DestinationExists, match=r"made exists and is not empty"):
+        convert(source, tmp_path / "made", make_base(), "rank_major")
+    assert [path.name for path in keep.parent.iterdir()] == ["keep"]
+
+
+def test_source_is_not_changed(tmp_path: Path) -> None:
+    """unsloth-zoo#941: scaling or rearranging in place would corrupt what the trainer saved."""
+    source = save_adapter(tmp_path / "source", encode(Logical(), orientation="swapped"))
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    convert(source, tmp_path / "made", make_base(), "rank_major")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+@pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
+def test_control_is_the_other_packing(tmp_path: Path, packing: str, orientation: str) -> None:
+    """The control of one reading is exactly what the other reading would have made."""
+    source = save_adapter(tmp_path / "source", encode(Logical(), packing=packing, orientation=orientation))
+    other = PACKINGS[1 - PACKINGS.index(packing)]
+    control = convert(source, tmp_path / "control", make_base(), packing, control=True)
+    misread = convert(source, tmp_path / "misread", make_base(), other)
+    right = convert(source, tmp_path / "right", make_base(), packing)
+    assert control.files == misread.files
+    assert control.files[1].sha256 != right.files[1].sha256
+
+
+@pytest.mark.parametrize("orientation", ["standard", "swapped"])
+def test_control_at_rank_1_moves_every_expert_on(tmp_path: Path, orientation: str) -> None:
+    logical = Logical(rank=1)
+    source = save_adapter(tmp_path / "source", encode(logical, orientation=orientation), r=1)
+    convert(source, tmp_path / "control", make_base(), "rank_major", control=True)
+    found = load_file(tmp_path / "control" / "adapter_model.safetensors")
+    for layer, e in itertools.product(range(LAYERS), range(EXPERTS)):
+        before = (e + EXPERTS - 1) % EXPERTS
+        assert torch.equal(found[expert_name(layer, e, "down_proj", "A")], logical.a[layer, "down_proj"][e])
+        assert torch.equal(
+            found[expert_name(layer, e, "down_proj", "B")], logical.b[layer, "down_proj"][before]
+        )
+        assert torch.equal(
+            found[expert_name(layer, e, "up_proj", "B")], logical.b[layer, "gate_up_proj"][before][INTER:]
+        )
