@@ -10,16 +10,20 @@ from prefect.states import Completed, Failed
 from flows.connect import job_limits, open_store, worker_name
 from flows.settings import load_settings
 from flows.sync import request_sync
-from storage.errors import ClaimLost
+from storage.errors import BaseConflict, ClaimLost, InvalidDocument, UploadAmbiguous
 from storage.ledger import TERMINAL, Outcome, Step
 from tasks.conversion import convert, inspect
 from tasks.intake import AdapterBusy, AdapterWaits, claimed_job, intake
 from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
+from tasks.outcomes import rule
 from tasks.page import publish_page
 from tasks.publication import stage, unstage_control
 from tasks.scoring import choose, score
 from tasks.validation import check
+
+
+REFUSED_AT_INTAKE = (BaseConflict, InvalidDocument, UploadAmbiguous)
 
 
 @flow(name="onboard", flow_run_name="{author}/{run}", persist_result=False)
@@ -51,6 +55,10 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
     except (AdapterBusy, ClaimLost) as elsewhere:
         log.info("%s", elsewhere)
         return Completed(name="Elsewhere", message=str(elsewhere))
+    except REFUSED_AT_INTAKE as error:
+        # Without a ledger of its own to write to: the run's state and log are the record.
+        log.warning("%s", error)
+        return Failed(name=f"Refused: {rule(error).code.value}", message=str(error))
     request_sync(settings.sync_window_seconds, log)
     return final_state(job, ending)
 

@@ -61,7 +61,9 @@ class Settings(BaseSettings):
     max_drop: float = Field(0.2, ge=0, le=1)  # share of the roster that one sync may drop
 
     worker_limit: int = Field(2, ge=1)  # embedded: flow runs at once
-    engine_python: Path | None = None  # embedded: the engine's interpreter, .venv-engine beside the code if unset
+    engine_python: Path | None = (
+        None  # embedded: the engine's interpreter, .venv-engine beside the code if unset
+    )
     engine_threads: int = Field(1, ge=1)  # embedded: threads of the engine on CPU
     engine_kv_cache_bytes: int = Field(256 << 20, ge=1 << 20)  # embedded: the engine's KV cache
 

@@ -62,7 +62,9 @@ def _request_rescores(synced: Synced, log: Log) -> None:
     for thin in synced.thin:
         if thin.run is None:
             continue
-        log.info("%s: scored against %d wrong adapters, %d exist now", thin.author, thin.opponents, thin.wanted)
+        log.info(
+            "%s: scored against %d wrong adapters, %d exist now", thin.author, thin.opponents, thin.wanted
+        )
         run_deployment(
             ONBOARD,
             parameters={"author": thin.author, "run": thin.run, "rescore": True},

@@ -82,5 +82,3 @@ def register_served_base(settings: Settings, services: Services, base: str, weig
         aliases=(),
         progress=lambda done, total: None,
     )
-
-

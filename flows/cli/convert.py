@@ -113,8 +113,15 @@ def _show_inspection(found: dict[str, Any]) -> None:
         highlight=False,
     )
     rows = [
-        (parameter, decision["value"], decision["decided_by"], evidence["source"], evidence["says"],
-         evidence["strength"], evidence["detail"])
+        (
+            parameter,
+            decision["value"],
+            decision["decided_by"],
+            evidence["source"],
+            evidence["says"],
+            evidence["strength"],
+            evidence["detail"],
+        )
         for parameter, decision in found["packing"].items()
         for evidence in decision["evidence"] or [{"source": "-", "says": "-", "strength": "-", "detail": ""}]
     ]
@@ -125,7 +132,9 @@ def _show_inspection(found: dict[str, Any]) -> None:
         empty="no stacked experts",
     )
     ranks = found["ranks"]
-    classes = [(name, c["keys"], ranks.get(name), c["trained_fraction"]) for name, c in found["classes"].items()]
+    classes = [
+        (name, c["keys"], ranks.get(name), c["trained_fraction"]) for name, c in found["classes"].items()
+    ]
     table("Factors", ["class", "keys", "rank", "trained fraction"], classes, empty="no factors")
     for warning in found.get("warnings", []):
         note(f"warning: {warning}")

@@ -24,8 +24,16 @@ def ready(*, base: str | None = None, json: AsJson = False) -> None:
 
     def show() -> None:
         shown = [
-            (r.author, r.base, f"{r.own:.4f}", f"{r.base_bpb:.4f}", _signed(r.margin), r.wrong_adapters,
-             r.output_digest[:12], "stale" if r.stale else "")
+            (
+                r.author,
+                r.base,
+                f"{r.own:.4f}",
+                f"{r.base_bpb:.4f}",
+                _signed(r.margin),
+                r.wrong_adapters,
+                r.output_digest[:12],
+                "stale" if r.stale else "",
+            )
             for r in rows
         ]
         columns = ["author", "base", "own BPB", "base BPB", "margin", "wrongs", "output", ""]
@@ -141,7 +149,10 @@ def status(*, json: AsJson = False) -> None:
         if synced_at is None:
             OUT.print("there is no catalog here yet; make one with: roster sync")
             return
-        OUT.print(f"{document['ready']} ready, {len(on_the_way)} on their way (sync of {synced_at})", highlight=False)
+        OUT.print(
+            f"{document['ready']} ready, {len(on_the_way)} on their way (sync of {synced_at})",
+            highlight=False,
+        )
         rows = [(w.author, w.run, w.state, w.code, w.reason) for w in waiting]
         table("Waiting", ["author", "run", "state", "code", "reason"], rows, empty="nothing waits")
         bad = [(p.author, p.run, p.problem, p.code, p.reason) for p in problems]

@@ -77,7 +77,9 @@ def submit(
             "event_sent": sent,
         },
         as_json=json,
-        show=lambda: note(f"submitted {marker.author}/{marker.run} for base {marker.base}; see: roster why {author}"),
+        show=lambda: note(
+            f"submitted {marker.author}/{marker.run} for base {marker.base}; see: roster why {author}"
+        ),
     )
 
 
@@ -125,7 +127,11 @@ def base_add(
             progress=progress,
         )
     digest = registered.digest
-    emit({"base": name, "digest": digest}, as_json=json, show=lambda: note(f"registered base {name} ({digest[:12]})"))
+    emit(
+        {"base": name, "digest": digest},
+        as_json=json,
+        show=lambda: note(f"registered base {name} ({digest[:12]})"),
+    )
 
 
 def heldout_add(author: str, name: str, file: Path, *, json: AsJson = False) -> None:
@@ -149,4 +155,3 @@ def heldout_add(author: str, name: str, file: Path, *, json: AsJson = False) -> 
         as_json=json,
         show=lambda: note(f"registered {author}/{name}: {len(heldout.units)} units"),
     )
-
