@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from storage.documents import put_document, read_document, utc_now
 from storage.errors import (
+    BaseConflict,
     ClaimHeld,
     ClaimLost,
     InvalidDocument,
@@ -116,10 +117,19 @@ class LedgerHandle:
     def add_submission(self, submission: SubmissionRef, base: str) -> None:
         """Note that one more upload brought this adapter; needs no claim.
 
-        Raises LedgerBusy, StoreUnavailable.
+        A submission for another base corrects a mistyped one, but never carries a ready verdict over.
+
+        Raises BaseConflict, LedgerBusy, StoreUnavailable.
         """
+
+        def add(ledger: Ledger) -> Ledger:
+            added = ledger.with_submission(submission, base)
+            if added.base != ledger.base and ledger.verdict and ledger.verdict.outcome is Outcome.READY:
+                raise BaseConflict(self.key, ledger.base, base)
+            return added
+
         with self._lock:
-            self._change(lambda ledger: ledger.with_submission(submission, base))
+            self._change(add)
 
     @contextmanager
     def keep_claim(self, seconds: float) -> Iterator[None]:
@@ -195,7 +205,7 @@ def open_ledger(
 ) -> LedgerHandle:
     """Return the handle of an adapter's ledger, created if need be, with this submission in it.
 
-    Raises InvalidName, InvalidDocument, LedgerBusy, StoreUnavailable.
+    Raises InvalidName, InvalidDocument, BaseConflict, LedgerBusy, StoreUnavailable.
     """
     key = ledger_key(author, adapter_digest)
     fresh = Ledger(author=author, adapter_digest=adapter_digest, base=base, submissions=(submission,))

@@ -276,6 +276,22 @@ class ClaimLost(StorageError):
         self.found = found
 
 
+class BaseConflict(StorageError):
+    """The same adapter was judged ready for one base and is now submitted for another."""
+
+    def __init__(self, key: str, known: str, submitted: str) -> None:
+        super().__init__(
+            f"{key}: this very adapter is ready for base {known}; it was submitted again for base {submitted}, for "
+            f"which nothing was shown. An adapter belongs to one base: submit it for {known}, or train it on {submitted}.",
+            key,
+            known,
+            submitted,
+        )
+        self.key = key
+        self.known = known
+        self.submitted = submitted
+
+
 class LedgerBusy(StorageError):
     """A ledger, or another swapped object, changed under every one of our attempts to write it."""
 

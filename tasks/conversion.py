@@ -222,5 +222,3 @@ def _write(job: Job, found: Inspection, plan: ConversionPlan) -> Converted:
 
 def _file_records(files: ConvertedFiles) -> list[dict[str, Any]]:
     return [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in files.files]
-
-

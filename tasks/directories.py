@@ -17,7 +17,9 @@ from tasks.lora.plan import plan_conversion
 from tasks.lora.write import Progress
 
 
-def inspect_directory(directory: Path, base: Path, *, packing: str | None, header_only: bool) -> dict[str, Any]:
+def inspect_directory(
+    directory: Path, base: Path, *, packing: str | None, header_only: bool
+) -> dict[str, Any]:
     """What `roster inspect --json` prints of an adapter's directory.
 
     `base` is a config.json or the directory that holds one; `packing` forces a reading. Digests are None with

@@ -43,7 +43,11 @@ def require_engine(job: Job, info: EngineInfo | None, rank: int) -> EngineInfo:
     needs = (
         ("--enable-lora", "on", "on" if info.enable_lora else "off"),
         ("--no-enable-prefix-caching", "given", "missing" if info.prefix_caching else "given"),
-        ("--served-model-name", served, served if served in info.served_model else ", ".join(info.served_model)),
+        (
+            "--served-model-name",
+            served,
+            served if served in info.served_model else ", ".join(info.served_model),
+        ),
     )
     for setting, expected, found in needs:
         if expected != found:

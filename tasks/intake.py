@@ -150,7 +150,9 @@ def claimed_job(
 def _read_heldout(store: S3Store, upload: Upload) -> tuple[HeldoutSet, ...]:
     author = upload.marker.author
     named = upload.training.heldout if upload.training else ()
-    refs = [parse_heldout_ref(ref) for ref in named] or [(author, name) for name in list_heldout(store, author)]
+    refs = [parse_heldout_ref(ref) for ref in named] or [
+        (author, name) for name in list_heldout(store, author)
+    ]
     if not refs:
         raise HeldoutMissing(author, "main", ())
     return tuple(read_heldout(store, owner, name) for owner, name in refs)
@@ -159,7 +161,11 @@ def _read_heldout(store: S3Store, upload: Upload) -> tuple[HeldoutSet, ...]:
 def _wait_step(ledger: LedgerHandle, code: Code, reason: str, worker: str, flow_run: str) -> Step:
     """Why nothing could begin, on the record; a later run with the cause gone has another step key."""
     kind = StepKind.INSPECTED
-    inputs = {"adapter": ledger.document.adapter_digest, "base": ledger.document.base, "waits_for": code.value}
+    inputs = {
+        "adapter": ledger.document.adapter_digest,
+        "base": ledger.document.base,
+        "waits_for": code.value,
+    }
     key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
     now = utc_now()
     return Step(

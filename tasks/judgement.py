@@ -98,12 +98,15 @@ def verdict_record(verdict: Verdict, output_digest: str, scored: Step) -> dict[s
         "base_again": bpb.get(BASE_AGAIN),
         "control": bpb.get(CONTROL),
         "wrong": {
-            label.removeprefix(WRONG_PREFIX): value for label, value in bpb.items() if label.startswith(WRONG_PREFIX)
+            label.removeprefix(WRONG_PREFIX): value
+            for label, value in bpb.items()
+            if label.startswith(WRONG_PREFIX)
         },
         "margin": verdict.margin,
         "interval": list(verdict.interval) if verdict.interval else None,
         "differences": {
-            one.label: {"mean": one.mean, "lower": one.lower, "upper": one.upper} for one in verdict.differences
+            one.label: {"mean": one.mean, "lower": one.lower, "upper": one.upper}
+            for one in verdict.differences
         },
         "noise": verdict.noise,
         "units": verdict.units,

@@ -102,6 +102,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     store.UploadIncomplete: Ruling(_W, Code.INCOMPLETE_UPLOAD),
     store.UploadChanged: Ruling(_W, Code.INCOMPLETE_UPLOAD),
     store.UploadCorrupt: Ruling(_Q, Code.CORRUPT_OR_PARTIAL),
+    store.BaseConflict: Ruling(_Q, Code.BASE_MISMATCH),
     store.UploadAmbiguous: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     store.UnknownBase: Ruling(_W, Code.UNKNOWN_BASE),
     store.HeldoutMissing: Ruling(_W, Code.NO_HELDOUT),

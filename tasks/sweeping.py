@@ -96,7 +96,9 @@ def _markers(store: S3Store) -> Iterator[UploadMarker]:
 
 
 def _ledger(store: S3Store, marker: UploadMarker) -> Ledger | None:
-    own = [FileDigest(file.name, file.bytes, file.sha256) for file in marker.files if is_adapter_file(file.name)]
+    own = [
+        FileDigest(file.name, file.bytes, file.sha256) for file in marker.files if is_adapter_file(file.name)
+    ]
     try:
         return read_ledger(store, marker.author, directory_digest(own))[0]
     except ObjectNotFound:

@@ -39,5 +39,3 @@ def check_records(report: CheckReport) -> list[dict[str, Any]]:
         }
         for result in report.checks
     ]
-
-

@@ -46,23 +46,35 @@ class Desk:
     engine: ScriptedScorer
     submitted: dict[str, Upload] = field(default_factory=dict)
 
-    def adapter(self, author: str, *, seed: int | None = None, packing: str = "rank_major", **config: Any) -> Path:
+    def adapter(
+        self, author: str, *, seed: int | None = None, packing: str = "rank_major", **config: Any
+    ) -> Path:
         """A directory as a trainer leaves it; the seed decides the numbers."""
         logical = Logical(seed=crc32(author.encode()) if seed is None else seed)
         tensors = {**encode(logical, packing=packing), **attention()}
         return save_adapter(self.folder / "trained" / author, tensors, **config)
 
-    def submit(self, author: str, directory: Path, *, run: str = "run-1", base: str = BASE, **more: Any) -> Upload:
+    def submit(
+        self, author: str, directory: Path, *, run: str = "run-1", base: str = BASE, **more: Any
+    ) -> Upload:
         options: dict[str, Any] = {"trainer": None, "reference": None, "heldout": ()} | more
         upload = submit_adapter(
-            self.store, directory, author=author, base=base, run=run, progress=lambda done, total: None, **options
+            self.store,
+            directory,
+            author=author,
+            base=base,
+            run=run,
+            progress=lambda done, total: None,
+            **options,
         )
         self.submitted[author] = upload
         return upload
 
     def heldout(self, author: str, *, units: int = 30, length: int = 400) -> None:
         lines = (
-            json.dumps({"id": f"u{n}", "text": f"{author} wrote text number {n}. " + chr(97 + n % 26) * length})
+            json.dumps(
+                {"id": f"u{n}", "text": f"{author} wrote text number {n}. " + chr(97 + n % 26) * length}
+            )
             for n in range(units)
         )
         file = self.folder / f"{author}.jsonl"

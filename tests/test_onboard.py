@@ -221,7 +221,9 @@ def test_an_upload_without_marker_waits(desk: Desk) -> None:
 
 
 def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(desk: Desk) -> None:
-    desk.engine.on_logprobs = {BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")}
+    desk.engine.on_logprobs = {
+        BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")
+    }
     assert desk.ready("elm").name == "Stopped: engine_unavailable"
     ledger = desk.ledger("elm")
     assert ledger.verdict is None and ledger.steps[-1].outcome is Outcome.STOPPED
@@ -234,7 +236,9 @@ def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(desk: De
 
 def test_a_stopped_rescore_does_not_unready(desk: Desk) -> None:
     desk.ready("elm")
-    desk.engine.on_logprobs = {BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")}
+    desk.engine.on_logprobs = {
+        BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")
+    }
     assert desk.run("elm", rescore=True).name == "Stopped: engine_unavailable"
     verdict = desk.ledger("elm").verdict
     assert verdict is not None and verdict.outcome is Outcome.READY
@@ -284,7 +288,9 @@ def test_two_runs_of_one_adapter_do_not_work_at_once(desk: Desk) -> None:
     assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) == "its run died"
 
 
-def test_unknown_errors_stop_the_run_on_the_record_and_surface(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_errors_stop_the_run_on_the_record_and_surface(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("nobody foresaw this")
 
@@ -320,6 +326,25 @@ def test_changed_training_json_is_new_work(desk: Desk) -> None:
     assert {decision["decided_by"] for decision in packing.values()} == {"training"}
 
 
+def test_a_ready_adapter_is_not_carried_over_to_another_base(desk: Desk) -> None:
+    desk.ready("alder")
+    add_tiny_base(desk.store, "small")
+    desk.submit("alder", desk.folder / "trained" / "alder", run="run-2", base="small")
+    state = desk.run("alder", "run-2")
+    assert state.name == "Refused: base_mismatch" and "ready for base tiny" in (state.message or "")
+    assert desk.ledger("alder").base == BASE
+
+
+def test_a_mistyped_base_is_mended_by_submitting_again(desk: Desk) -> None:
+    add_tiny_base(desk.store, "wide", hidden_size=12)
+    desk.heldout("alder")
+    folder = desk.adapter("alder")
+    desk.submit("alder", folder, base="wide")
+    assert desk.run("alder").name == "Quarantined: base_mismatch"
+    desk.submit("alder", folder)
+    assert desk.run("alder").name == "Ready"
+
+
 def test_the_store_going_away_is_a_stop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any, **__: Any) -> None:
         raise StoreUnavailable("upload", "serving/x", "connection refused")
@@ -332,5 +357,3 @@ def _ref(fields: dict[str, str]) -> Any:
     from storage.ledger import SubmissionRef
 
     return SubmissionRef(**fields)
-
-
