@@ -7,7 +7,6 @@ import socket
 
 from flows.settings import Settings, require_store
 from storage.s3 import S3Store
-from tasks.cataloguing import SyncLimits
 from tasks.job import JobLimits
 
 
@@ -47,8 +46,3 @@ def job_limits(settings: Settings) -> JobLimits:
 def worker_name() -> str:
     """Host and process id: which worker a step ran on."""
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def sync_limits(settings: Settings) -> SyncLimits:
-    """The part of the settings that a sync needs."""
-    return SyncLimits(max_opponents=settings.max_opponents, max_drop=settings.max_drop)

@@ -7,9 +7,9 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
+from flows.asking import request_sync
 from flows.connect import job_limits, open_store, worker_name
 from flows.settings import load_settings
-from flows.sync import request_sync
 from storage.errors import BaseConflict, ClaimLost, InvalidDocument, UploadAmbiguous
 from storage.ledger import TERMINAL, Outcome, Step
 from tasks.conversion import convert, inspect
@@ -21,7 +21,6 @@ from tasks.page import publish_page
 from tasks.publication import stage, unstage_control
 from tasks.scoring import choose, score
 from tasks.validation import check
-
 
 REFUSED_AT_INTAKE = (BaseConflict, InvalidDocument, UploadAmbiguous)
 

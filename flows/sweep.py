@@ -6,12 +6,11 @@ from datetime import UTC, datetime
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.deployments import run_deployment
 from prefect.states import Completed
 
+from flows.asking import request_onboard
 from flows.connect import open_store
 from flows.settings import load_settings
-from flows.sync import ONBOARD
 from tasks.sweeping import list_due
 
 
@@ -24,13 +23,7 @@ def sweep() -> State:
     due = list_due(open_store(settings), now=now, grace_s=settings.sweep_grace_seconds)
     for one in due[: settings.sweep_batch]:
         log.info("%s/%s: %s; starting a run", one.author, one.run, one.why)
-        run_deployment(
-            ONBOARD,
-            parameters={"author": one.author, "run": one.run, "submission": one.submission},
-            timeout=0,
-            as_subflow=False,
-            idempotency_key=one.key,
-        )
+        request_onboard(one.author, one.run, key=one.key, submission=one.submission)
     oldest = f"; the oldest was submitted {now - due[0].since} ago" if due else ""
     message = f"{len(due)} uploads were due{oldest}"
     log.info("%s", message)

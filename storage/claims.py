@@ -22,7 +22,7 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.keys import LEDGERS, ledger_key, parse_ledger_key
-from storage.ledger import TERMINAL, Claim, Ledger, Step, StepKind, SubmissionRef
+from storage.ledger import TERMINAL, Claim, Ledger, Outcome, Step, StepKind, SubmissionRef
 from storage.objects import ObjectInfo
 from storage.s3 import S3Store
 

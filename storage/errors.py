@@ -282,7 +282,7 @@ class BaseConflict(StorageError):
     def __init__(self, key: str, known: str, submitted: str) -> None:
         super().__init__(
             f"{key}: this very adapter is ready for base {known}; it was submitted again for base {submitted}, for "
-            f"which nothing was shown. An adapter belongs to one base: submit it for {known}, or train it on {submitted}.",
+            f"which nothing was shown. An adapter belongs to one base: submit it for {known}, or train anew.",
             key,
             known,
             submitted,

@@ -27,7 +27,7 @@ from storage.heldout import register_heldout
 from storage.keys import engine_key
 from storage.ledger import Ledger
 from storage.s3 import S3Store
-from storage.uploads import Upload, read_upload
+from storage.uploads import Upload
 from tasks.cataloguing import Synced, SyncLimits, sync_catalog
 from tasks.submission import submit_adapter
 

@@ -39,6 +39,7 @@ EXAMPLES: dict[errors.StorageError, list[str]] = {
         "again",
     ],
     errors.ClaimLost("k", "w1", "w2"): ["k:", "claim of w1", "found w2", "stop"],
+    errors.BaseConflict("k", "tiny", "small"): ["k:", "ready for base tiny", "for base small", "train anew"],
     errors.LedgerBusy("k", 100): ["k:", "100 attempts", "changed each time", "Try again"],
 }
 

@@ -100,13 +100,11 @@ def rebuild(*, allow_drop: bool = False, json: AsJson = False) -> None:
 
 
 def _sync(*, allow_drop: bool, rebuild: bool, json: bool) -> None:
-    from flows.connect import open_store, sync_limits
+    from flows.connect import open_store
     from tasks.cataloguing import SyncLimits, sync_catalog
 
     settings = load_settings()
-    limits = sync_limits(settings)
-    if allow_drop:
-        limits = SyncLimits(max_opponents=limits.max_opponents, max_drop=1.0)
+    limits = SyncLimits(settings.max_opponents, 1.0 if allow_drop else settings.max_drop)
     synced = sync_catalog(open_store(settings), settings.catalog_path, limits, rebuild=rebuild)
     report = synced.report
     version = synced.roster.version if synced.roster else None
