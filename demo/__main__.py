@@ -39,6 +39,7 @@ def main() -> int:
     def say(line: str) -> None:
         console.print(f"[{time.monotonic() - started:4.0f} s] {line}")
 
+    signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:
         material = build_material(CACHE, say)
         config = _fresh_home(material)
@@ -55,6 +56,10 @@ def main() -> int:
         show(played)
     say(f"{len(played.ready)} ready, {len(played.quarantined)} quarantined")
     return 0 if played.as_expected() else 1
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _options() -> argparse.Namespace:

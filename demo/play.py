@@ -28,6 +28,8 @@ Say = Callable[[str], None]
 _POLL_S = 1.0
 _DEADLINE_S = 420.0
 _HELDOUT = "main"
+# Columns of the table when it is not printed to a terminal, which would say how wide it is.
+_PIPED_WIDTH = 160
 _RUN = "run-1"
 
 
@@ -82,33 +84,30 @@ def play(settings: Settings, material: Material, say: Say, stop: threading.Event
 
 
 def show(played: Played) -> None:
-    """Print the roster, the liar with its reason, and the BPB table."""
-    out = Console(highlight=False)
+    """Print the BPB table, and the liar with its reason."""
+    terminal = Console(highlight=False)
+    out = terminal if terminal.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
     table = Table(
         title="Bits per byte on each author's held-out text (lower is better)", title_justify="left"
     )
-    columns = (
+    for column in (
         "author",
         "uploaded as",
-        "packing decided by",
+        "decided by",
         "verdict",
         "own",
         "base",
         "control",
         "wrong adapters",
-    )
-    for column in columns:
-        table.add_column(column)
+    ):
+        table.add_column(column, overflow="fold")
     codes = dict(played.quarantined)
     for author, scores in played.bpb.items():
-        wrong = "  ".join(f"{name} {value:.3f}" for name, value in scores["wrong"].items())
         verdict = f"[red]{codes[author]}[/]" if author in codes else "[green]ready[/]"
-        figures = [
-            f"{scores[key]:.3f}" if scores[key] is not None else "-" for key in ("own", "base", "control")
-        ]
-        table.add_row(
-            author, played.encodings[author], played.decided.get(author, ""), verdict, *figures, wrong
-        )
+        figures = ["-" if scores[key] is None else f"{scores[key]:.3f}" for key in ("own", "base", "control")]
+        wrong = sorted((scores["wrong"] or {}).values())
+        met = f"{len(wrong)}: {wrong[0]:.3f} to {wrong[-1]:.3f}" if wrong else "none"
+        table.add_row(author, played.encodings[author], played.decided[author], verdict, *figures, met)
     out.print(table)
     for author, reason in played.reasons.items():
         out.print(f"{author} is quarantined: {reason}", markup=False)
