@@ -8,6 +8,9 @@ from flows.deploy import EVENT
 from flows.settings import Settings
 from storage.uploads import Upload
 
+# Longer than a busy server takes, short enough for someone who waits at a prompt.
+_SECONDS = 15
+
 
 def event_id(author: str, run: str, submission: str) -> UUID:
     """The event's id, the same however often it is sent: Prefect drops repeats."""
@@ -15,11 +18,12 @@ def event_id(author: str, run: str, submission: str) -> UUID:
 
 
 def announce_upload(settings: Settings, upload: Upload) -> bool:
-    """Send `adapter.trained` for an upload; False when the Prefect server cannot be reached."""
+    """Send `adapter.trained` for an upload; False, within seconds, when the Prefect server does not take it."""
     if not settings.prefect_api_url:
         return False
     import anyio
     from prefect.events import Event, Resource, get_events_client
+    from websockets.exceptions import WebSocketException
 
     marker = upload.marker
     event = Event(
@@ -36,11 +40,12 @@ def announce_upload(settings: Settings, upload: Upload) -> bool:
     )
 
     async def emit() -> None:
-        async with get_events_client() as client:
-            await client.emit(event)
+        with anyio.fail_after(_SECONDS):
+            async with get_events_client(reconnection_attempts=1) as client:
+                await client.emit(event)
 
     try:
         anyio.run(emit)
-    except OSError:
+    except (OSError, WebSocketException):
         return False
     return True

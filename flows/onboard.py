@@ -7,22 +7,19 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows.asking import request_sync
+from flows.asking import REFUSED, request_sync
 from flows.connect import job_limits, open_store, worker_name
 from flows.settings import load_settings
-from storage.errors import BaseConflict, ClaimLost, InvalidDocument, UploadAmbiguous
-from storage.ledger import TERMINAL, Outcome, Step
+from storage.errors import ClaimLost
+from storage.ledger import TERMINAL, Outcome, Step, StepKind
 from tasks.conversion import convert, inspect
-from tasks.intake import AdapterBusy, AdapterWaits, claimed_job, intake
+from tasks.intake import AdapterBusy, AdapterWaits, IntakeRefused, Superseded, claimed_job, intake
 from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
-from tasks.outcomes import rule
 from tasks.page import publish_page
 from tasks.publication import stage, unstage_control
 from tasks.scoring import choose, score
 from tasks.validation import check
-
-REFUSED_AT_INTAKE = (BaseConflict, InvalidDocument, UploadAmbiguous)
 
 
 @flow(name="onboard", flow_run_name="{author}/{run}", persist_result=False)
@@ -50,33 +47,41 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
             ending = walk(job)
     except AdapterWaits as waits:
         log.info("%s", waits)
-        return Completed(name=f"Waiting: {waits.code}", message=str(waits))
+        request_sync(settings.sync_window_seconds, log)
+        return Completed(name=f"Waiting: {waits.code.value}", message=str(waits))
     except (AdapterBusy, ClaimLost) as elsewhere:
         log.info("%s", elsewhere)
         return Completed(name="Elsewhere", message=str(elsewhere))
-    except REFUSED_AT_INTAKE as error:
+    except Superseded as superseded:
+        log.info("%s", superseded)
+        return Completed(name="Superseded", message=str(superseded))
+    except IntakeRefused as refused:
         # Without a ledger of its own to write to: the run's state and log are the record.
-        log.warning("%s", error)
-        return Failed(name=f"Refused: {rule(error).code.value}", message=str(error))
+        log.warning("%s", refused)
+        return Failed(name=f"{REFUSED}: {refused.code}", message=str(refused))
     request_sync(settings.sync_window_seconds, log)
     return final_state(job, ending)
 
 
 def walk(job: Job) -> Step:
     """Every step in order; returns the step that ended the run, which is the verdict unless something stopped."""
+    converted: Step | None = None
     try:
-        inspected = inspect(job)
-        converted = convert(job, inspected)
-        check(job, converted)
-        stage(job, inspected, converted)
-        opponents = choose(job, converted)
-        scored = score(job, converted, opponents)
-        ending = judge(job, converted, opponents, scored)
-    except StepEnded as ended:
-        ending = ended.step
-        if ending.outcome in TERMINAL:
-            ending = refuse(job, ending)
-    else:
+        try:
+            inspected = inspect(job)
+            converted = convert(job, inspected)
+            check(job, converted)
+            stage(job, inspected, converted)
+            opponents = choose(job, converted)
+            scored = score(job, converted, opponents)
+            ending = judge(job, converted, opponents, scored)
+        except StepEnded as ended:
+            if ended.step.outcome not in TERMINAL:
+                raise
+            ending = refuse(job, ended.step)
+    except StepEnded as stopped:
+        ending = stopped.step
+    if converted is not None and ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL:
         unstage_control(job, converted)
     if job.done_here:
         publish_page(job, ending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -43,12 +44,12 @@ class Settings(BaseSettings):
     store_region: str = "us-east-1"
     store_access_key: str | None = None
     store_secret_key: SecretStr | None = None
-    store_addressing: str = "path"  # or "virtual"
+    store_addressing: Literal["path", "virtual", "auto"] = "path"
     prefect_api_url: str | None = None
 
     max_opponents: int = Field(4, ge=1)  # wrong adapters per check
-    floor_bpb: float = Field(0.002, gt=0)  # bits per byte
-    min_units: int = Field(20, ge=1)
+    floor_bpb: float = Field(0.002, gt=0, allow_inf_nan=False)  # bits per byte
+    min_units: int = Field(20, ge=2)
     min_bytes: int = Field(8_000, ge=1)
     score_stride: int = Field(0, ge=0)  # token positions between windows; 0: half a window
     engine_timeout_s: float = Field(120, gt=0)
@@ -87,7 +88,7 @@ def load_settings() -> Settings:
     """Settings from the environment, completed from the embedded services of the same home if they run."""
     settings = Settings()
     services = read_services(settings.home)
-    if services is not None and settings.store_endpoint is None:
+    if services is not None and not _names_store(settings):
         _adopt(settings, services)
     return settings
 
@@ -98,7 +99,7 @@ def require_store(settings: Settings) -> Settings:
     Raises:
         SettingsIncomplete: neither the environment nor running embedded services name one.
     """
-    if settings.store_endpoint is None and settings.store_access_key is None:
+    if not _names_store(settings):
         raise SettingsIncomplete(settings.home)
     return settings
 
@@ -124,6 +125,12 @@ def connect_prefect(settings: Settings) -> None:
 def base_environment() -> dict[str, str]:
     """A copy of this process's environment, for children."""
     return dict(os.environ)
+
+
+def _names_store(settings: Settings) -> bool:
+    """Whether an endpoint is set, or a bucket or key of the cloud provider's own store."""
+    bucket_is_set = "store_bucket" in settings.model_fields_set
+    return bool(settings.store_endpoint or settings.store_access_key or bucket_is_set)
 
 
 def _adopt(settings: Settings, services: Services) -> None:

@@ -16,15 +16,22 @@ from tasks.sweeping import list_due
 
 @flow(name="sweep", persist_result=False)
 def sweep() -> State:
-    """Look at every upload once and start what is due, the oldest first, a bounded number at a time."""
+    """Look at every upload once and start what is due, the oldest first.
+
+    No more than `sweep_batch` runs are started or left waiting for a worker at a time.
+    """
     log = get_run_logger()
     settings = load_settings()
     now = datetime.now(UTC)
     due = list_due(open_store(settings), now=now, grace_s=settings.sweep_grace_seconds)
-    for one in due[: settings.sweep_batch]:
-        log.info("%s/%s: %s; starting a run", one.author, one.run, one.why)
-        request_onboard(one.author, one.run, key=one.key, submission=one.submission)
+    on_their_way = 0
+    for one in due:
+        if on_their_way == settings.sweep_batch:
+            break
+        if request_onboard(one.author, one.run, key=one.key, submission=one.submission):
+            log.info("%s/%s: %s; a run is on its way", one.author, one.run, one.why)
+            on_their_way += 1
     oldest = f"; the oldest was submitted {now - due[0].since} ago" if due else ""
-    message = f"{len(due)} uploads were due{oldest}"
+    message = f"{len(due)} uploads were due, {on_their_way} runs are on their way{oldest}"
     log.info("%s", message)
-    return Completed(name="Started" if due else "Quiet", message=message)
+    return Completed(name="Started" if on_their_way else "Quiet", message=message)

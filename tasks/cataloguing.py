@@ -53,13 +53,14 @@ def sync_catalog(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: boo
         RosterDrop: too many authors would be dropped at once; the published roster stays as it is.
         StoreUnavailable, LedgerBusy: the store did not do it.
     """
-    report = _refresh(store, path, limits, rebuild=rebuild)
-    with open_catalog(path) as reader:
-        ready, bases = reader.ready(), reader.bases()
-        busy = {row.base for row in reader.authors() if row.newest_state == "in_progress"}
-        thin = tuple(row for row in reader.thin_verdicts() if row.base not in busy)
-    for _ in range(_SWAPS):
+    for swap in range(_SWAPS):
+        # The roster first: if it is still this one when ours goes in, nobody published what we have not read.
         previous, etag = _read_roster(store)
+        report = _refresh(store, path, limits, rebuild=rebuild and swap == 0)
+        with open_catalog(path) as reader:
+            ready, bases = reader.ready(), reader.bases()
+            busy = {row.base for row in reader.authors() if row.newest_state == "in_progress"}
+            thin = tuple(row for row in reader.thin_verdicts() if row.base not in busy)
         if previous is None and not ready:
             return Synced(report, None, False, thin)
         new = build_roster(ready, bases, previous=previous, generated_at=format_time(utc_now()))
@@ -93,20 +94,30 @@ def _refresh(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: bool) -
 
 
 def _read_ledgers(store: S3Store, keys: Iterable[str]) -> list[LedgerText]:
-    def read(key: str) -> LedgerText:
-        found = store.get(key)
-        return LedgerText(key, found.info.etag, found.body.decode())
+    """The ledgers as they are now; one that went away after it was listed is left to the next sync."""
+
+    def read(key: str) -> LedgerText | None:
+        try:
+            found = store.get(key)
+        except ObjectNotFound:
+            return None
+        return LedgerText(key, found.info.etag, _text(found.body))
 
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(read, keys))
+        return [ledger for ledger in readers.map(read, keys) if ledger is not None]
 
 
 def _read_bases(store: S3Store) -> list[BaseText]:
     texts = []
     for name in list_bases(store):
         found = store.get(base_document_key(name))
-        texts.append(BaseText(name, found.info.etag, found.body.decode()))
+        texts.append(BaseText(name, found.info.etag, _text(found.body)))
     return texts
+
+
+def _text(body: bytes) -> str:
+    """An object as text; the catalog lists what is no document of ours, whatever its bytes."""
+    return body.decode(errors="replace")
 
 
 def _read_roster(store: S3Store) -> tuple[Roster | None, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,24 +77,23 @@ def convert(job: Job, inspected: Step) -> Step:
 
 
 def read_source(job: Job) -> Inspection:
-    """The upload, downloaded if it is not here yet, and inspected.
+    """The upload, downloaded if this run has not done so yet, and inspected.
 
     Raises:
         AdapterError: it cannot be read as an adapter of its base.
         SourceGone: a file was deleted from the store.
         UploadChanged, UploadCorrupt, StoreUnavailable: see `storage.uploads.download_upload`.
     """
-    if not job.source_path.is_dir():
-        part = job.source_path.with_name(f".{job.source_path.name}.{uuid4().hex}.part")
+    source = job.disk.folder() / "source"
+    if not source.is_dir():
+        part = job.disk.folder() / uuid4().hex
         try:
             download_upload(job.store, job.upload, part)
-            part.rename(job.source_path)
         except ObjectNotFound as error:
             raise SourceGone(job.label, error.key) from error
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        part.rename(source)
     return inspect_adapter(
-        job.source_path,
+        source,
         read_base_config(job.base.config, label=f"base {job.base.name}"),
         label=job.label,
         training=training_statement(job.upload.training),
@@ -104,6 +102,8 @@ def read_source(job: Job) -> Inspection:
 
 def ensure_converted(job: Job, converted: Step) -> tuple[Path, Path]:
     """The directories of the adapter and of its control: here, else in the store, else converted once more.
+
+    Both stay on this disk until the run ends.
 
     Raises:
         NotReproducible: converting again gave other bytes than the ledger records.
@@ -116,8 +116,10 @@ def ensure_converted(job: Job, converted: Step) -> tuple[Path, Path]:
     )
     try:
         for digest, prefix, files in wanted:
-            if not job.converted_path(digest).is_dir():
-                fetch_directory(job.store, prefix, recorded_files(files), job.converted_path(digest))
+            if not job.disk.hold(job.converted_path(digest)):
+                fetch_directory(
+                    job.store, prefix, recorded_files(files), job.disk, job.converted_path(digest)
+                )
     except ObjectNotFound:
         job.log.info("%s: its converted files are neither here nor in the store; converting again", job.label)
         made, made_control, _ = _convert_both(job)
@@ -208,15 +210,10 @@ def _convert_both(job: Job) -> tuple[Converted, Converted, ConversionPlan]:
 
 
 def _write(job: Job, found: Inspection, plan: ConversionPlan) -> Converted:
-    """Written beside its place, then moved to the name that its bytes give it."""
-    served = job.converted_path("new").parent
-    fresh = served / f".new-{uuid4().hex}"
+    """Written in the run's own folder, then moved to the name that its bytes give it."""
+    fresh = job.disk.folder() / uuid4().hex
     made = write_converted(found, plan, fresh, None)
-    final = job.converted_path(made.output_digest)
-    if final.is_dir():
-        shutil.rmtree(fresh)
-    else:
-        fresh.rename(final)
+    job.disk.share(fresh, job.converted_path(made.output_digest))
     return made
 
 

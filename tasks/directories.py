@@ -9,8 +9,10 @@ from storage.digests import directory_digest, is_adapter_file, sha256_file
 from storage.keys import TRAINING_FILE
 from storage.training import parse_training
 from tasks.conversion import conversion_record, inspection_record, training_statement, write_converted
-from tasks.lora.base import read_base_config
+from tasks.lora.base import BaseConfig
 from tasks.lora.check import CheckReport, check_conversion
+from tasks.lora.config import read_adapter_config
+from tasks.lora.files import open_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.plan import plan_conversion
@@ -18,46 +20,49 @@ from tasks.lora.write import Progress
 
 
 def inspect_directory(
-    directory: Path, base: Path, *, packing: str | None, header_only: bool
+    directory: Path, base: BaseConfig, *, packing: str | None, header_only: bool
 ) -> dict[str, Any]:
-    """What `roster inspect --json` prints of an adapter's directory.
+    """What `roster inspect --json` prints of an adapter's directory; `packing` forces a reading.
 
-    `base` is a config.json or the directory that holds one; `packing` forces a reading. Digests are None with
-    `header_only`.
+    The adapter's digest is None with `header_only`, the output's always: nothing is converted.
 
     Raises:
         AdapterError: it cannot be read as an adapter of that base.
+        InvalidDocument: its training.json cannot be read.
     """
-    found = _inspect(directory, base, packing=packing, header_only=header_only)
-    record = inspection_record(found)
+    _, record = _inspect(directory, base, packing=packing, header_only=header_only)
     record["adapter_digest"] = None if header_only else adapter_digest(directory)
     record["output_digest"] = None
     return record
 
 
 def convert_directory(
-    source: Path, destination: Path, base: Path, *, packing: str | None, progress: Progress | None
+    source: Path, destination: Path, base: BaseConfig, *, packing: str | None, progress: Progress | None
 ) -> dict[str, Any]:
     """What `roster convert --json` prints, after writing the converted adapter to a new directory.
 
     Raises:
-        AdapterError: the source cannot be converted; nothing is written.
-        DestinationExists: `destination` is there already.
+        AdapterError, InvalidDocument: the source cannot be converted; nothing is written.
+        DestinationExists: `destination` is there already, and not empty.
     """
-    found = _inspect(source, base, packing=packing, header_only=False)
+    found, record = _inspect(source, base, packing=packing, header_only=False)
     made = write_converted(found, plan_conversion(found.layout), destination, progress)
-    record = inspection_record(found) | conversion_record(made)
+    record |= conversion_record(made)
     record["adapter_digest"] = adapter_digest(source)
     return record
 
 
-def check_directories(source: Path, destination: Path, base: Path, *, packing: str | None) -> CheckReport:
+def check_directories(
+    source: Path, destination: Path, base: BaseConfig, *, packing: str | None
+) -> CheckReport:
     """Every check of a conversion, passed or not.
 
     Raises:
-        AdapterError: one of the two directories cannot be read at all.
+        AdapterError, InvalidDocument: one of the two directories cannot be read at all; the message names it.
     """
-    found = _inspect(source, base, packing=packing, header_only=True)
+    found, _ = _inspect(source, base, packing=packing, header_only=True)
+    open_adapter(destination, label=str(destination))
+    read_adapter_config(destination, label=str(destination))
     return check_conversion(found.files, destination, found.layout)
 
 
@@ -67,14 +72,20 @@ def adapter_digest(directory: Path) -> str:
     return directory_digest(sha256_file(path) for path in own)
 
 
-def _inspect(directory: Path, base: Path, *, packing: str | None, header_only: bool) -> Inspection:
+def _inspect(
+    directory: Path, base: BaseConfig, *, packing: str | None, header_only: bool
+) -> tuple[Inspection, dict[str, Any]]:
+    """An inspection, and its record with the warnings of everything that was read."""
     path = directory / TRAINING_FILE
-    training = parse_training(str(path), path.read_bytes()) if path.is_file() else None
-    return inspect_adapter(
+    training, ignored = parse_training(str(path), path.read_bytes()) if path.is_file() else (None, ())
+    found = inspect_adapter(
         directory,
-        read_base_config(base, label=str(base)),
-        label=directory.name,
+        base,
+        label=directory.resolve().name,
         forced=None if packing is None else Packing(packing),
-        training=training_statement(training[0] if training else None),
+        training=training_statement(training),
         header_only=header_only,
     )
+    record = inspection_record(found)
+    record["warnings"] += ignored
+    return found, record

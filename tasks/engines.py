@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefect.client.orchestration import get_client
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 
 from roster.serving_engine import EngineInfo
 from storage.documents import read_document
-from storage.errors import ObjectNotFound
+from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import engine_key
 from tasks.bpb.engine import Engine
 from tasks.bpb.engine_errors import EngineUnavailable
-from tasks.errors import EngineUnfit, EngineUnverified, NoEngine
+from tasks.errors import (
+    EngineChanged,
+    EngineUnfit,
+    EngineUnverified,
+    LeaseLost,
+    LeaseNotGranted,
+    NoEngine,
+)
 from tasks.job import Job
 
 # A killed holder's slot is free again after this long.
 _LEASE_SECONDS = 60
 
 
-def read_engine_info(job: Job) -> EngineInfo | None:
-    """What the engine of this base published about itself, None if it never did."""
+UNVERIFIED = "none"
+"""The id of an engine that has not told what it is."""
+
+
+def published_engine_id(job: Job) -> str:
+    """The id of the engine that serves this base now, UNVERIFIED if it told nothing that we understand."""
     try:
-        info, _ = read_document(job.store, engine_key(job.base.name), EngineInfo)
-    except ObjectNotFound:
-        return None
-    return info
+        return _read_engine(job).engine_id
+    except EngineUnverified:
+        return UNVERIFIED
 
 
-def require_engine(job: Job, info: EngineInfo | None, rank: int) -> EngineInfo:
-    """The engine's own words, when they say that it can serve this adapter and give scores that stand.
+def require_same_engine(job: Job, engine_id: str) -> None:
+    """Return if the engine of this base is still the one of this id.
 
     Raises:
-        EngineUnverified: it published nothing.
+        EngineChanged: it is another one by now.
+    """
+    now = published_engine_id(job)
+    if now != engine_id:
+        raise EngineChanged(job.base.name, engine_id, now)
+
+
+def require_engine(job: Job, rank: int) -> None:
+    """Return if the engine says of itself that it can serve this adapter and give scores that stand.
+
+    Raises:
+        EngineUnverified: it published nothing, or nothing that we understand.
         EngineUnfit: a setting is not what the adapter or the check needs; the message names it.
     """
-    if info is None:
-        raise EngineUnverified(job.base.name, engine_key(job.base.name))
+    info = _read_engine(job)
     served = job.base.document.served_model
     needs = (
         ("--enable-lora", "on", "on" if info.enable_lora else "off"),
@@ -56,7 +78,6 @@ def require_engine(job: Job, info: EngineInfo | None, rank: int) -> EngineInfo:
         raise EngineUnfit(job.base.name, "--max-lora-rank", f"at least {rank}", str(info.max_lora_rank))
     if info.device == "cpu" and not info.cpu_moe_plugin:
         raise EngineUnfit(job.base.name, "the plugin for expert LoRA on CPU", "active", "not loaded")
-    return info
 
 
 @contextmanager
@@ -66,7 +87,7 @@ def leased_engine(job: Job) -> Iterator[Engine]:
     Raises:
         NoEngine: the base names no engine.
         EngineUnavailable: it does not answer.
-        TimeoutError: the lease did not come free within `engine_wait_s`.
+        LeaseNotGranted, LeaseLost: see `engine_lease`.
     """
     url = job.base.document.engine.url
     if url is None:
@@ -82,9 +103,34 @@ def leased_engine(job: Job) -> Iterator[Engine]:
 
 @contextmanager
 def engine_lease(base: str, wait_s: float) -> Iterator[None]:
-    """The one slot of a base's engine: a Prefect concurrency limit that a dead holder loses by itself."""
+    """The one slot of a base's engine: a Prefect concurrency limit that a dead holder loses by itself.
+
+    Raises:
+        LeaseNotGranted: the slot did not come free within `wait_s` seconds, or Prefect could not give it.
+        LeaseLost: it could not be renewed while the block ran, which was broken off for that.
+    """
     name = f"engine-{base}"
     with get_client(sync_client=True) as client:
         client.upsert_global_concurrency_limit_by_name(name, 1)
-    with concurrency(name, occupy=1, timeout_seconds=wait_s, lease_duration=_LEASE_SECONDS, strict=True):
-        yield
+    granted = False
+    try:
+        with concurrency(name, occupy=1, timeout_seconds=wait_s, lease_duration=_LEASE_SECONDS, strict=True):
+            granted = True
+            yield
+    except (TimeoutError, ConcurrencySlotAcquisitionError) as error:
+        if granted:
+            raise
+        raise LeaseNotGranted(base, name, str(error)) from error
+    except asyncio.CancelledError as error:
+        # How Prefect stops the thread whose lease it could not renew; nothing else here cancels anything.
+        raise LeaseLost(base, name) from error
+
+
+def _read_engine(job: Job) -> EngineInfo:
+    key = engine_key(job.base.name)
+    try:
+        return read_document(job.store, key, EngineInfo)[0]
+    except ObjectNotFound as error:
+        raise EngineUnverified(job.base.name, key, "nothing") from error
+    except InvalidDocument as error:
+        raise EngineUnverified(job.base.name, key, error.reason) from error

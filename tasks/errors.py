@@ -53,14 +53,57 @@ class NoEngine(PipelineError):
 class EngineUnverified(PipelineError):
     """The engine of a base has not told what it is, so its scores could not be compared with anything."""
 
-    def __init__(self, base: str, key: str) -> None:
-        super().__init__(base, key)
-        self.base, self.key = base, key
+    def __init__(self, base: str, key: str, found: str) -> None:
+        super().__init__(base, key, found)
+        self.base, self.key, self.found = base, key, found
 
     def __str__(self) -> str:
         return (
-            f"base {self.base}: expected the engine to have published {self.key}, found nothing. Start it with our "
-            "plugins (docs/engine.md) and retry."
+            f"base {self.base}: expected the engine to have published {self.key}, found {self.found}. Start it with "
+            "our plugins (docs/engine.md), of the same release as this worker, and retry."
+        )
+
+
+class EngineChanged(PipelineError):
+    """The engine was restarted, as another one, between the plan of a scoring and its end."""
+
+    def __init__(self, base: str, expected: str, found: str) -> None:
+        super().__init__(base, expected, found)
+        self.base, self.expected, self.found = base, expected, found
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: expected engine {self.expected} throughout, found {self.found}: it was "
+            "restarted with other settings meanwhile. These scores are not kept; the next run scores anew."
+        )
+
+
+class LeaseNotGranted(PipelineError):
+    """This run did not get the engine for itself."""
+
+    def __init__(self, base: str, limit: str, found: str) -> None:
+        super().__init__(base, limit, found)
+        self.base, self.limit, self.found = base, limit, found
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: expected a slot of Prefect's concurrency limit {self.limit}, found: "
+            f"{self.found}. Other runs score meanwhile, or the Prefect server is ill; this run is taken up again."
+        )
+
+
+class LeaseLost(PipelineError):
+    """The engine's lease could not be renewed while this run scored, so that another may score beside it."""
+
+    def __init__(self, base: str, limit: str) -> None:
+        super().__init__(base, limit)
+        self.base, self.limit = base, limit
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: expected to keep the slot of Prefect's concurrency limit {self.limit}, "
+            "found that it could not be renewed. These scores are not kept. Is the Prefect server up? "
+            "This run is taken up again."
         )
 
 
@@ -75,6 +118,48 @@ class EngineUnfit(PipelineError):
         return (
             f"engine of base {self.base}: {self.setting}: expected {self.expected}, found {self.found}. "
             "Restart it with that setting and retry."
+        )
+
+
+class OpponentGone(PipelineError):
+    """A wrong adapter that was chosen for this one is not in the store any more."""
+
+    def __init__(self, adapter: str, opponent: str, key: str) -> None:
+        super().__init__(adapter, opponent, key)
+        self.adapter, self.opponent, self.key = adapter, opponent, key
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: expected {self.key} of its opponent {self.opponent} in the store, found nothing. "
+            "The next run chooses opponents anew."
+        )
+
+
+class FilesDamaged(PipelineError):
+    """A converted adapter on this disk is not what the ledger says of it."""
+
+    def __init__(self, adapter: str, path: str, refusal: str) -> None:
+        super().__init__(adapter, path, refusal)
+        self.adapter, self.path, self.refusal = adapter, path, refusal
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: the engine would not load {self.path}, whose bytes are not those that the ledger "
+            f"records ({self.refusal}). It was removed; the next run fetches it again. Is this disk sound?"
+        )
+
+
+class BaseChanged(PipelineError):
+    """The adapter was submitted again, for another base, while it was being judged."""
+
+    def __init__(self, adapter: str, judged: str, submitted: str) -> None:
+        super().__init__(adapter, judged, submitted)
+        self.adapter, self.judged, self.submitted = adapter, judged, submitted
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: expected base {self.judged} to be the one it was last submitted for, found "
+            f"{self.submitted}. Nothing is said of it; the run of its last submission judges it."
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from uuid import uuid4
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -16,16 +17,30 @@ from storage.bases import Base, read_base
 from storage.claims import LedgerHandle, open_ledger
 from storage.digests import step_key
 from storage.documents import utc_now
-from storage.errors import ClaimHeld, HeldoutMissing, UnknownBase, UploadIncomplete
+from storage.errors import (
+    BaseConflict,
+    ClaimHeld,
+    HeldoutMissing,
+    InvalidDocument,
+    LedgerBusy,
+    ObjectNotFound,
+    StoreUnavailable,
+    UnknownBase,
+    UploadAmbiguous,
+    UploadIncomplete,
+)
 from storage.heldout import HeldoutSet, list_heldout, read_heldout
 from storage.keys import parse_heldout_ref
 from storage.ledger import Outcome, Step, StepKind, SubmissionRef
 from storage.s3 import S3Store
 from storage.uploads import Upload, read_upload
+from tasks.disk import RunDisk, trim_folders
 from tasks.job import STEP_VERSIONS, Job, JobLimits
-from tasks.outcomes import Code
+from tasks.outcomes import Code, rule
 
 RESCORED = frozenset({StepKind.OPPONENTS, StepKind.SCORED, StepKind.VERDICT})
+# Converted adapters that stay on a worker's disk when a run ends, for each base.
+_KEPT = 16
 
 
 class AdapterWaits(Exception):
@@ -57,6 +72,35 @@ class AdapterBusy(Exception):
         )
 
 
+class IntakeRefused(Exception):
+    """An upload cannot be taken up as it is, and has no ledger of its own to say so."""
+
+    def __init__(self, label: str, code: str, reason: str) -> None:
+        """Keep which upload, and why."""
+        self.label, self.code, self.reason = label, code, reason
+        super().__init__(label, code, reason)
+
+    def __str__(self) -> str:
+        """Name the upload and the reason."""
+        return f"{self.label}: {self.reason}"
+
+
+class Superseded(Exception):
+    """The same adapter was submitted again since, and that submission is the one that counts."""
+
+    def __init__(self, label: str, submission: str, latest: str) -> None:
+        """Keep both submissions."""
+        self.label, self.submission, self.latest = label, submission, latest
+        super().__init__(label, submission, latest)
+
+    def __str__(self) -> str:
+        """Name both."""
+        return (
+            f"{self.label}: submission {self.submission} of this adapter was followed by {self.latest}, "
+            "whose run decides"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A complete upload with what it needs; `base` and `heldout` may still be missing, with the reason."""
@@ -78,19 +122,23 @@ def take_in(store: S3Store, author: str, run: str) -> Taken:
 
     Raises:
         AdapterWaits: the upload is not complete yet (nothing to record: it has no digest).
+        IntakeRefused: its file names, or a document that it needs, cannot be used.
     """
+    label = f"{author}/{run}"
     try:
         upload = read_upload(store, author, run)
+        try:
+            base = read_base(store, upload.marker.base)
+        except UnknownBase as error:
+            return Taken(upload, None, (), (Code.UNKNOWN_BASE, str(error)))
+        try:
+            heldout = _read_heldout(store, upload)
+        except HeldoutMissing as error:
+            return Taken(upload, base, (), (Code.NO_HELDOUT, str(error)))
     except UploadIncomplete as error:
-        raise AdapterWaits(f"{author}/{run}", Code.INCOMPLETE_UPLOAD, str(error)) from error
-    try:
-        base = read_base(store, upload.marker.base)
-    except UnknownBase as error:
-        return Taken(upload, None, (), (Code.UNKNOWN_BASE, str(error)))
-    try:
-        heldout = _read_heldout(store, upload)
-    except HeldoutMissing as error:
-        return Taken(upload, base, (), (Code.NO_HELDOUT, str(error)))
+        raise AdapterWaits(label, Code.INCOMPLETE_UPLOAD, str(error)) from error
+    except (InvalidDocument, UploadAmbiguous) as error:
+        raise IntakeRefused(label, rule(error).code.value, str(error)) from error
     return Taken(upload, base, heldout, None)
 
 
@@ -108,24 +156,27 @@ def claimed_job(
 ) -> Iterator[Job]:
     """A job whose ledger this run has claimed, renewed until the block ends.
 
+    However the block ends, the claim is given back, the run's own files go, and the disk is trimmed.
+
     Raises:
+        IntakeRefused: the ledger cannot be used, or is ready for another base.
+        Superseded: the adapter was submitted again since.
         AdapterBusy: another run holds the claim.
         AdapterWaits: base or held-out text is missing; recorded in the ledger.
     """
     marker = taken.upload.marker
     label = f"{marker.author}/{marker.run}"
-    ledger = open_ledger(
-        store,
-        marker.author,
-        taken.upload.adapter_digest,
-        marker.base,
-        SubmissionRef(run=marker.run, submission=marker.submission),
-    )
+    ledger = _open_ledger(store, taken.upload, label)
     try:
-        ledger.claim(f"{worker} {flow_run}", limits.claim_seconds)
+        # A Retry in Prefect keeps the flow run's id, and a container its process ids: the holder needs more.
+        ledger.claim(f"{worker} {flow_run} {uuid4().hex[:8]}", limits.claim_seconds)
     except ClaimHeld as held:
         raise AdapterBusy(label, held.holder, held.expires_at) from held
+    disk = RunDisk(limits.work_path)
     try:
+        latest = max(known.submission for known in ledger.document.submissions)
+        if marker.submission < latest:
+            raise Superseded(label, marker.submission, latest)
         if taken.waits_for is not None or taken.base is None:
             code, reason = taken.waits_for or (Code.UNKNOWN_BASE, "")
             ledger.append(_wait_step(ledger, code, reason, worker, flow_run))
@@ -138,13 +189,33 @@ def claimed_job(
                 heldout=taken.heldout,
                 ledger=ledger,
                 limits=limits,
+                disk=disk,
                 forced=frozenset(StepKind) if force else RESCORED if rescore else frozenset(),
                 worker=worker,
                 flow_run=flow_run,
                 log=log,
             )
     finally:
+        disk.close()
+        trim_folders(list((limits.work_path / "served" / marker.base).glob("*/*")), _KEPT)
+        _release(ledger, label, log)
+
+
+def _open_ledger(store: S3Store, upload: Upload, label: str) -> LedgerHandle:
+    marker = upload.marker
+    submission = SubmissionRef(run=marker.run, submission=marker.submission)
+    try:
+        return open_ledger(store, marker.author, upload.adapter_digest, marker.base, submission)
+    except (BaseConflict, InvalidDocument) as error:
+        raise IntakeRefused(label, rule(error).code.value, str(error)) from error
+
+
+def _release(ledger: LedgerHandle, label: str, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+    """Give the claim back; where that fails it runs out by itself, and what the run has found stands."""
+    try:
         ledger.release()
+    except (StoreUnavailable, LedgerBusy, ObjectNotFound, InvalidDocument) as error:
+        log.warning("%s: the claim could not be given back and has to run out: %s", label, error)
 
 
 def _read_heldout(store: S3Store, upload: Upload) -> tuple[HeldoutSet, ...]:

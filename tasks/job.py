@@ -17,6 +17,8 @@ from storage.heldout import HeldoutSet
 from storage.ledger import Outcome, Step, StepKind
 from storage.s3 import S3Store
 from storage.uploads import Upload
+from tasks.bpb.measure import METHOD_VERSION
+from tasks.disk import RunDisk
 from tasks.outcomes import RULED, refusal, rule, stoppage
 
 # A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
@@ -27,7 +29,7 @@ STEP_VERSIONS: Mapping[str, str] = {
     StepKind.CHECKED: "1",
     StepKind.STAGED: "1",
     StepKind.OPPONENTS: "1",
-    StepKind.SCORED: "1",
+    StepKind.SCORED: METHOD_VERSION,
     StepKind.VERDICT: "1",
 }
 
@@ -57,12 +59,12 @@ class Job:
     heldout: tuple[HeldoutSet, ...]
     ledger: LedgerHandle
     limits: JobLimits
+    disk: RunDisk
     forced: frozenset[StepKind]
     worker: str
     flow_run: str
     log: logging.Logger | logging.LoggerAdapter[Any]
     done_here: list[StepKind] = field(default_factory=list)
-    skipped: list[StepKind] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -74,19 +76,13 @@ class Job:
         """The author whose adapter this is."""
         return self.upload.marker.author
 
-    @property
-    def source_path(self) -> Path:
-        """Where the upload is downloaded to."""
-        return self.limits.work_path / "sources" / self.author / self.upload.adapter_digest
-
     def converted_path(self, output_digest: str) -> Path:
         """Where a converted adapter lies on this machine; the engine loads it from here, so it never changes."""
-        return converted_path(self.limits.work_path, self.base.name, self.author, output_digest)
+        return self.served_path(self.author, output_digest)
 
-
-def converted_path(work: Path, base: str, author: str, output_digest: str) -> Path:
-    """The local directory of one converted adapter, named by its digest."""
-    return work / "served" / base / author / output_digest
+    def served_path(self, author: str, output_digest: str) -> Path:
+        """The same for an adapter of any author on this base."""
+        return self.limits.work_path / "served" / self.base.name / author / output_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +106,18 @@ class StepEnded(Exception):
         return f"{self.step.kind}: {self.step.outcome}: {self.step.result.get('reason', '')}"
 
 
-def run_step(job: Job, kind: StepKind, inputs: Mapping[str, str], work: Callable[[], Result]) -> Step:
+def run_step(
+    job: Job,
+    kind: StepKind,
+    inputs: Mapping[str, str],
+    work: Callable[[], Result],
+    *,
+    stands: Callable[[Step], bool] = lambda known: True,
+) -> Step:
     """The finished step of this kind for these inputs: the recorded one if there is one, else `work` done now.
 
-    `inputs` is everything that can change the result; the step's own version is added here.
+    `inputs` is everything that can change the result; the step's own version is added here. `stands` may deny
+    that a recorded step can still be used.
 
     Raises:
         StepEnded: the step refused the adapter, waits or had to stop; it is recorded.
@@ -121,29 +125,33 @@ def run_step(job: Job, kind: StepKind, inputs: Mapping[str, str], work: Callable
     """
     key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
     known = job.ledger.finished(kind, key)
-    if known is not None and kind not in job.forced:
-        job.skipped.append(kind)
+    if known is not None and kind not in job.forced and stands(known):
         job.log.info("%s: %s was finished before (%s), skipped", job.label, kind.value, known.outcome.value)
         return _continue_or_end(known)
     started = utc_now()
     job.log.info("%s: %s …", job.label, kind.value)
+
+    def ended(result: Result) -> Step:
+        return _step(job, kind, key, inputs, result, started)
+
     try:
-        result = work()
+        step = ended(work())
     except RULED as error:
-        step = _append(job, kind, key, inputs, Result(rule(error).outcome, refusal(error)), started)
+        step = _append(job, ended(Result(rule(error).outcome, refusal(error))))
         job.log.warning("%s: %s %s: %s", job.label, kind.value, step.outcome.value, error)
         raise StepEnded(step) from error
     except Exception as error:
-        # Unknown errors stop the run, on the record, and surface whole in the run's log.
-        _append(job, kind, key, inputs, Result(Outcome.STOPPED, stoppage(error)), started)
+        # Unknown errors, a result that is no JSON among them, stop the run, on the record, and surface whole in
+        # the run's log.
+        _append(job, ended(Result(Outcome.STOPPED, stoppage(error))))
         raise
-    return _continue_or_end(_append(job, kind, key, inputs, result, started))
+    return _continue_or_end(_append(job, step))
 
 
-def _append(
+def _step(
     job: Job, kind: StepKind, key: str, inputs: Mapping[str, str], result: Result, started: datetime
 ) -> Step:
-    step = Step(
+    return Step(
         kind=kind,
         step_key=key,
         attempt=job.ledger.next_attempt(kind, key),
@@ -156,8 +164,11 @@ def _append(
         worker=job.worker,
         flow_run=job.flow_run,
     )
+
+
+def _append(job: Job, step: Step) -> Step:
     job.ledger.append(step)
-    job.done_here.append(kind)
+    job.done_here.append(step.kind)
     return step
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from storage.claims import read_ledger
 from storage.documents import format_time
 from storage.ledger import Outcome, Step, StepKind
 from tasks.bpb.measure import (
@@ -24,6 +26,7 @@ from tasks.bpb.measure import (
 )
 from tasks.bpb.verdict import Thresholds, Verdict, decide
 from tasks.bpb.wording import ControlKind
+from tasks.errors import BaseChanged
 from tasks.job import Job, Result, run_step
 
 
@@ -32,27 +35,64 @@ def judge(job: Job, converted: Step, opponents: Step, scored: Step) -> Step:
     """Ready, quarantined, inconclusive or stopped, with every figure and the thresholds it was decided by."""
     thresholds = job_thresholds(job)
     control: Any = converted.result["control"]
-    available: Any = opponents.result["available"]
+    available = bool(opponents.result["available"])
 
     def work() -> Result:
+        _require_same_base(job)
         verdict = decide(
             recorded_measurement(scored),
-            opponents_available=bool(available),
+            opponents_available=available,
             thresholds=thresholds,
             control_kind=ControlKind(control["kind"]),
         )
         record = verdict_record(verdict, str(converted.result["output_digest"]), scored)
         return Result(Outcome(verdict.outcome.value), record)
 
-    inputs = {"scored": scored.step_key, "thresholds": json.dumps(asdict(thresholds), sort_keys=True)}
-    return run_step(job, StepKind.VERDICT, inputs, work)
+    inputs = {
+        "scored": scored.step_key,
+        "thresholds": json.dumps(asdict(thresholds), sort_keys=True),
+        "control": control["kind"],
+        "others": "some" if available else "none",
+    }
+    return _verdict(job, inputs, work)
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def refuse(job: Job, ended: Step) -> Step:
     """The verdict that an earlier step has reached already."""
-    inputs = {"ended": ended.step_key}
-    return run_step(job, StepKind.VERDICT, inputs, lambda: Result(ended.outcome, dict(ended.result)))
+
+    def work() -> Result:
+        _require_same_base(job)
+        return Result(ended.outcome, dict(ended.result))
+
+    return _verdict(job, {"ended": ended.step_key}, work)
+
+
+def _verdict(job: Job, inputs: dict[str, str], work: Callable[[], Result]) -> Step:
+    """A verdict for the submission at hand.
+
+    An earlier one for the same inputs counts only while it is the ledger's: after another (for other thresholds,
+    another training.json) it is given again.
+    """
+    submission = {"base": job.base.name, "training": job.upload.training_digest or "none"}
+    return run_step(
+        job,
+        StepKind.VERDICT,
+        inputs | submission,
+        work,
+        stands=lambda known: known == job.ledger.document.verdict,
+    )
+
+
+def _require_same_base(job: Job) -> None:
+    """Return if the adapter was not submitted for another base meanwhile, which this verdict would then count for.
+
+    Raises:
+        BaseChanged: it was.
+    """
+    now, _ = read_ledger(job.store, job.author, job.upload.adapter_digest)
+    if now.base != job.base.name:
+        raise BaseChanged(job.label, job.base.name, now.base)
 
 
 def job_thresholds(job: Job) -> Thresholds:

@@ -14,11 +14,15 @@ from storage.ledger import Outcome
 from tasks import errors as pipeline
 from tasks.bpb import engine_errors as engine
 from tasks.bpb import errors as bpb
+from tasks.bpb.verdict import Code as ScoreCode
 from tasks.lora import errors as lora
 
 
 class Code(StrEnum):
-    """Every code that a step or a verdict can end with. Codes may be added, never renamed."""
+    """Every code that a step can end with; those of the scores are in `tasks.bpb.verdict.Code`.
+
+    Codes may be added, never renamed.
+    """
 
     # quarantined, in the order of precedence: file, config, names, layout, check, engine, score
     CORRUPT_OR_PARTIAL = "corrupt_or_partial"
@@ -41,8 +45,6 @@ class Code(StrEnum):
     LAYOUT_UNDECIDED = "layout_undecided"
     DELTA_MISMATCH = "delta_mismatch"
     REFUSED_BY_ENGINE = "refused_by_engine"
-    # inconclusive
-    TOO_LITTLE_TEXT = "too_little_text"
     # waiting
     INCOMPLETE_UPLOAD = "incomplete_upload"
     NO_HELDOUT = "no_heldout"
@@ -52,6 +54,7 @@ class Code(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_UNVERIFIED = "engine_unverified"
     ENGINE_FLAG_MISSING = "engine_flag_missing"
+    OPPONENT_GONE = "opponent_gone"
     SOURCE_GONE = "source_gone"
     DISK_FULL = "disk_full"
     INTERNAL = "internal"
@@ -62,7 +65,7 @@ class Ruling:
     """What an error means for the adapter."""
 
     outcome: Outcome
-    code: Code
+    code: Code | ScoreCode
 
 
 _Q, _W, _S, _I = Outcome.QUARANTINED, Outcome.WAITING, Outcome.STOPPED, Outcome.INCONCLUSIVE
@@ -118,13 +121,18 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     engine.EngineRefused: Ruling(_Q, Code.REFUSED_BY_ENGINE),
     engine.EngineUnavailable: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     engine.EngineProtocolError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
-    TimeoutError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.NoEngine: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.LeaseNotGranted: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.LeaseLost: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.EngineChanged: Ruling(_S, ScoreCode.ENGINE_DRIFT),
     pipeline.EngineUnverified: Ruling(_S, Code.ENGINE_UNVERIFIED),
     pipeline.EngineUnfit: Ruling(_S, Code.ENGINE_FLAG_MISSING),
     pipeline.OpponentRefused: Ruling(_S, Code.INTERNAL),
+    pipeline.OpponentGone: Ruling(_S, Code.OPPONENT_GONE),
+    pipeline.FilesDamaged: Ruling(_S, Code.INTERNAL),
+    pipeline.BaseChanged: Ruling(_S, Code.INTERNAL),
     # The scores.
-    bpb.HeldoutUnusable: Ruling(_I, Code.TOO_LITTLE_TEXT),
+    bpb.HeldoutUnusable: Ruling(_I, ScoreCode.TOO_LITTLE_TEXT),
     bpb.DuplicateUnit: Ruling(_S, Code.INTERNAL),
     bpb.TokenizerUnsupported: Ruling(_S, Code.ENGINE_UNVERIFIED),
     bpb.WindowInvalid: Ruling(_S, Code.ENGINE_FLAG_MISSING),
@@ -146,6 +154,8 @@ NOT_THERE: tuple[type[Exception], ...] = (
     catalog.CatalogNotLocal,
     catalog.CatalogWriteFailed,
     catalog.RosterDrop,
+    catalog.UnknownBase,
+    catalog.RankNotServeable,
 )
 """What says that the catalog cannot be used or written now; no adapter is judged by it."""
 

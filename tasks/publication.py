@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 from prefect import task
@@ -10,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from roster.serving import AdapterFormat, Layout, Manifest, ServedFile
 from storage.documents import put_document
-from storage.errors import PreconditionFailed
+from storage.errors import PreconditionFailed, StoreNotTrusted, StoreUnavailable
 from storage.keys import control_prefix, manifest_key, serving_prefix
 from storage.ledger import Outcome, Step, StepKind
 from tasks.conversion import ensure_converted
@@ -39,11 +38,20 @@ def stage(job: Job, inspected: Step, converted: Step) -> Step:
 
 
 def unstage_control(job: Job, converted: Step) -> None:
-    """Take the control out of the store and off this disk: it has served its purpose and is never served."""
+    """Take the control out of the store and off this disk: it has served its purpose and is never served.
+
+    The verdict is written already, and stands whether or not the store does this.
+    """
     control: Any = converted.result["control"]
-    for found in job.store.list_objects(control_prefix(job.author, control["output_digest"])):
-        job.store.delete(found.key)
-    shutil.rmtree(job.converted_path(control["output_digest"]), ignore_errors=True)
+    prefix = control_prefix(job.author, control["output_digest"])
+    job.disk.drop(job.converted_path(control["output_digest"]))
+    try:
+        for found in job.store.list_objects(prefix):
+            job.store.delete(found.key)
+    except (StoreUnavailable, StoreNotTrusted) as error:
+        job.log.warning(
+            "%s: its control stays at %s; running it again takes it away: %s", job.label, prefix, error
+        )
 
 
 def _put_manifest(job: Job, prefix: str, manifest: Manifest) -> None:

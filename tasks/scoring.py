@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from roster.serving import Roster
-from roster.serving_engine import EngineInfo
 from storage.documents import read_document
-from storage.errors import ObjectNotFound
+from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import roster_key
 from storage.ledger import Outcome, Step, StepKind
+from tasks.bpb.engine import Engine
 from tasks.bpb.engine_errors import EngineRefused
 from tasks.bpb.heldout import HeldoutUnits, Unit, merge_sets, unit_kind
 from tasks.bpb.identity import measure_id
@@ -32,62 +32,63 @@ from tasks.bpb.measure import (
 )
 from tasks.bpb.opponents import Candidate, choose_opponents
 from tasks.conversion import ensure_converted
-from tasks.engines import leased_engine, read_engine_info, require_engine
-from tasks.errors import OpponentRefused
-from tasks.job import Job, Result, converted_path, run_step
+from tasks.engines import leased_engine, published_engine_id, require_engine, require_same_engine
+from tasks.errors import FilesDamaged, OpponentGone, OpponentRefused
+from tasks.job import Job, Result, run_step
 from tasks.judgement import find_drift
-from tasks.transfer import fetch_served, read_manifest
-
-# Converted adapters that stay on a worker's disk between runs, for each base.
-_KEPT = 16
+from tasks.outcomes import Code
+from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def choose(job: Job, converted: Step) -> Step:
     """The wrong adapters for this adapter, chosen once and recorded before anything is scored."""
+    own = str(converted.result["output_digest"])
+    exclusions = [pair for pair in job.base.document.exclusions if job.author in pair]
 
     def work() -> Result:
-        ready = _ready_candidates(job)
+        served = _served_elsewhere(job)
         chosen = choose_opponents(
-            ready,
+            _candidates(job, served),
             author=job.author,
             adapter_digest=job.upload.adapter_digest,
-            output_digest=str(converted.result["output_digest"]),
-            exclusions=job.base.document.exclusions,
+            output_digest=own,
+            exclusions=exclusions,
             k=job.limits.max_opponents,
         )
-        available = sum(candidate.author != job.author for candidate in ready)
-        return Result(Outcome.DONE, {"opponents": [asdict(one) for one in chosen], "available": available})
+        return Result(Outcome.DONE, {"opponents": [asdict(one) for one in chosen], "available": len(served)})
 
     inputs = {
         "adapter": job.upload.adapter_digest,
         "base": job.base.digest,
+        "own": own,
+        "exclusions": json.dumps(sorted(sorted(pair) for pair in exclusions)),
         "most": str(job.limits.max_opponents),
     }
-    return run_step(job, StepKind.OPPONENTS, inputs, work)
+    return run_step(job, StepKind.OPPONENTS, inputs, work, stands=lambda known: _all_there(job, known))
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def score(job: Job, converted: Step, opponents: Step) -> Step:
     """Bits per unit of every subject, and what they may be compared with."""
-    info = read_engine_info(job)
+    engine_id = published_engine_id(job)
     wrong = recorded_opponents(opponents)
     control: Any = converted.result["control"]
 
     def work() -> Result:
-        engine_info = require_engine(job, info, _rank(converted))
+        require_engine(job, _rank(converted))
         units = _units(job)
         subjects = _subjects(job, converted, wrong)
         with leased_engine(job) as engine:
+            require_same_engine(job, engine_id)
+            _forget_candidates(job, engine)
             prepared = prepare_units(engine, units, stride=job.limits.score_stride or None)
             try:
                 measured = measure(engine, prepared, subjects, _report(job))
             except EngineRefused as refused:
-                if refused.name != subjects[1].model_name:
-                    raise OpponentRefused(job.label, refused.name, refused.message) from refused
-                raise
-            _trim_served(job)
-        record = _record(job, engine_info, units, prepared, measured)
+                _explain_refusal(job, engine, prepared, converted, refused)
+            require_same_engine(job, engine_id)
+        record = _record(job, engine_id, units, prepared, measured)
         drift = find_drift(job, measured)
         return Result(Outcome.STOPPED, record | drift) if drift else Result(Outcome.DONE, record)
 
@@ -98,7 +99,7 @@ def score(job: Job, converted: Step, opponents: Step) -> Step:
         "control": control["output_digest"],
         "wrong": " ".join(one.output_digest for one in wrong),
         "heldout": " ".join(sorted(one.sha256 for one in job.heldout)),
-        "engine": info.engine_id if info else "none",
+        "engine": engine_id,
         "stride": str(job.limits.score_stride),
     }
     return run_step(job, StepKind.SCORED, inputs, work)
@@ -115,21 +116,40 @@ def candidate_name(author: str, output_digest: str) -> str:
     return f"{author}@{output_digest[:16]}"
 
 
-def _ready_candidates(job: Job) -> list[Candidate]:
-    """The adapters that the roster serves on this base, with the digests of what was uploaded."""
+def _served_elsewhere(job: Job) -> dict[str, str]:
+    """Output digests by author: what the roster serves other authors of this base."""
     try:
         roster, _ = read_document(job.store, roster_key(), Roster)
     except ObjectNotFound:
-        return []
+        return {}
     served = roster.bases.get(job.base.name)
-    return [
-        Candidate(
-            author,
-            read_manifest(job.store, author, entry.output_digest).adapter_digest,
-            entry.output_digest,
-        )
-        for author, entry in (served.authors.items() if served else ())
-    ]
+    authors = served.authors if served else {}
+    return {author: entry.output_digest for author, entry in authors.items() if author != job.author}
+
+
+def _candidates(job: Job, served: dict[str, str]) -> list[Candidate]:
+    """The same with the digests of what was uploaded.
+
+    One whose manifest is gone or damaged is passed over: that is its own trouble, not this adapter's.
+    """
+    candidates = []
+    for author, output_digest in served.items():
+        try:
+            manifest = read_manifest(job.store, author, output_digest)
+        except (ObjectNotFound, InvalidDocument) as error:
+            job.log.warning("%s: %s is served but cannot be an opponent: %s", job.label, author, error)
+        else:
+            candidates.append(Candidate(author, manifest.adapter_digest, output_digest))
+    return candidates
+
+
+def _all_there(job: Job, chosen: Step) -> bool:
+    """Whether no scoring since found one of these opponents gone."""
+    steps = job.ledger.document.steps
+    later = steps[steps.index(chosen) + 1 :]
+    return not any(
+        step.kind is StepKind.SCORED and step.result.get("code") == Code.OPPONENT_GONE.value for step in later
+    )
 
 
 def _rank(converted: Step) -> int:
@@ -155,11 +175,48 @@ def _subjects(job: Job, converted: Step, wrong: tuple[Candidate, ...]) -> tuple[
         Subject(CONTROL, candidate_name(displaced, control["output_digest"]), str(control_path), False),
     ]
     for other in wrong:
-        path = converted_path(job.limits.work_path, job.base.name, other.author, other.output_digest)
-        fetch_served(job.store, other.author, other.output_digest, path)
+        path = job.served_path(other.author, other.output_digest)
+        try:
+            fetch_served(job.store, other.author, other.output_digest, job.disk, path)
+        except ObjectNotFound as error:
+            raise OpponentGone(job.label, other.author, error.key) from error
         name = candidate_name(other.author, other.output_digest)
         subjects.append(Subject(WRONG_PREFIX + other.author, name, str(path), False))
     return tuple(subjects)
+
+
+def _forget_candidates(job: Job, engine: Engine) -> None:
+    """Have the engine forget what a killed run left loaded; called under the lease, when none of it is in use.
+
+    vLLM refuses a name that it knows from another path, which would look like a refusal of the adapter.
+    """
+    for name in engine.served_models():
+        if "@" in name and name != job.base.document.served_model:
+            engine.unload(name)
+
+
+def _explain_refusal(
+    job: Job, engine: Engine, prepared: Prepared, converted: Step, refused: EngineRefused
+) -> NoReturn:
+    """Raise what a refusal to load means: it is the adapter's own fault only if nothing else is wrong.
+
+    Raises:
+        OpponentRefused: it was not this adapter that was refused.
+        EngineUnavailable: the engine cannot even score its base any more.
+        FilesDamaged: the files here are not those that were converted.
+        EngineRefused: as it came.
+    """
+    own = str(converted.result["output_digest"])
+    path = job.converted_path(own)
+    if refused.name != candidate_name(job.author, own):
+        raise OpponentRefused(job.label, refused.name, refused.message) from refused
+    unit = prepared.units[0]
+    window = unit.windows[0]
+    engine.logprobs(job.base.document.served_model, [unit.ids[window.begin : window.end]])
+    if not holds_files(path, recorded_files(converted.result["files"])):
+        job.disk.drop(path)
+        raise FilesDamaged(job.label, str(path), refused.message) from refused
+    raise refused
 
 
 def _report(job: Job) -> Progress:
@@ -175,7 +232,7 @@ def _report(job: Job) -> Progress:
 
 
 def _record(
-    job: Job, info: EngineInfo, units: tuple[Unit, ...], prepared: Prepared, measured: Measurement
+    job: Job, engine_id: str, units: tuple[Unit, ...], prepared: Prepared, measured: Measurement
 ) -> dict[str, Any]:
     return {
         "measure_id": measure_id(
@@ -186,7 +243,7 @@ def _record(
             bos_rule=prepared.bos_rule,
             base_weights_digest=job.base.document.weights_digest or "",
         ),
-        "engine_id": info.engine_id,
+        "engine_id": engine_id,
         "heldout": [one.ref for one in job.heldout],
         "units": [{"id": unit.id, "bytes": unit.byte_count} for unit in measured.units],
         "voided": [{"id": one.id, "reason": one.reason, "subject": one.subject} for one in measured.voided],
@@ -194,11 +251,3 @@ def _record(
         "tokens": measured.tokens,
         "seconds": round(measured.seconds, 3),
     }
-
-
-def _trim_served(job: Job) -> None:
-    """Keep the converted adapters used last; called under the lease, when the engine knows none of them."""
-    served = job.limits.work_path / "served" / job.base.name
-    directories = sorted(served.glob("*/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in directories[_KEPT:]:
-        shutil.rmtree(path, ignore_errors=True)

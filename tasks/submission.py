@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from storage.bases import Base, BaseDocument, BaseEngine, TargetFormat, register_base, weights_digest
 from storage.documents import decode_document, format_time, utc_now
-from storage.keys import TRAINING_FILE
+from storage.errors import InvalidName
+from storage.keys import TRAINING_FILE, check_base, parse_heldout_ref
 from storage.progress import Progress
 from storage.s3 import S3Store
 from storage.submit import submit_upload
 from storage.training import Reference, Trainer, Training, parse_training
 from storage.uploads import Upload, read_upload
-from tasks.lora.base import read_base_config
+from tasks.lora.base import BASE_CONFIG_NAME, read_base_config
 
 
 def submit_adapter(
@@ -32,10 +34,11 @@ def submit_adapter(
     What the options state is laid over the directory's own training.json, if it has one.
 
     Raises:
-        InvalidName, NameTaken, UploadRefused, UploadRaced, InvalidDocument, StoreUnavailable: see
+        InvalidName: a name, or `trainer` is not written as name==version.
+        NameTaken, UploadRefused, UploadRaced, InvalidDocument, StoreUnavailable: see
             `storage.submit.submit_upload`.
     """
-    name = run or format_time(utc_now()).lower().replace(":", "")
+    name = format_time(utc_now()).lower().replace(":", "") if run is None else run
     stated = _stated(directory, trainer, reference, heldout)
     marker = submit_upload(store, directory, author, name, base, training=stated, progress=progress)
     return read_upload(store, marker.author, marker.run)
@@ -55,11 +58,11 @@ def add_base(
     """Register a base, after its config has been understood and its weights have been read for their digest.
 
     Raises:
-        UnknownFamily, InvalidBaseConfig: the config is not one we can convert for.
+        InvalidName, UnknownFamily, InvalidBaseConfig: see `check_base_config`.
         NoWeights, InvalidDocument, NameTaken, StoreUnavailable: see `storage.bases`.
     """
-    path = config / "config.json" if config.is_dir() else config
-    read_base_config(path, label=f"base {name}")
+    check_base_config(name, config)
+    path = config / BASE_CONFIG_NAME if config.is_dir() else config
     document = BaseDocument(
         base=name,
         aliases=aliases,
@@ -71,20 +74,40 @@ def add_base(
     return register_base(store, path.read_bytes(), document)
 
 
+def check_base_config(name: str, config: Path) -> None:
+    """Refuse what cannot be a base: `config` is its config.json or the directory that holds it.
+
+    Raises:
+        InvalidName: the name breaks the naming rule.
+        UnknownFamily, InvalidBaseConfig: the config is not one we can convert for.
+    """
+    check_base(name)
+    read_base_config(config, label=f"base {name}")
+
+
 def _stated(
     directory: Path, trainer: str | None, reference: Path | None, heldout: tuple[str, ...]
 ) -> Training | None:
     """The options as a training.json, laid over the one in the directory; None without any."""
-    if not (trainer or reference or heldout):
+    if trainer is None and reference is None and not heldout:
         return None
     path = directory / TRAINING_FILE
     before = parse_training(str(path), path.read_bytes())[0] if path.is_file() else Training()
     changes: dict[str, object] = {}
-    if trainer:
-        program, _, version = trainer.partition("==")
-        changes["trainer"] = Trainer(name=program, version=version or None)
-    if reference:
+    if trainer is not None:
+        changes["trainer"] = _parse_trainer(trainer)
+    if reference is not None:
         changes["reference"] = decode_document(str(reference), reference.read_bytes(), Reference)
     if heldout:
         changes["heldout"] = heldout
+    for ref in heldout:
+        parse_heldout_ref(ref)
     return before.model_copy(update=changes)
+
+
+def _parse_trainer(stated: str) -> Trainer:
+    """A wrong spelling would name a program that nobody knows, and its evidence would be lost without a word."""
+    match = re.fullmatch(r"([A-Za-z][\w.-]*)(?:==(\d[\w.+-]*))?", stated)
+    if match is None:
+        raise InvalidName("trainer", stated, "name==version, such as unsloth_zoo==2026.8.17")
+    return Trainer(name=match[1], version=match[2])

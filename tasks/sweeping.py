@@ -10,11 +10,11 @@ from storage.claims import read_ledger
 from storage.digests import FileDigest, directory_digest, is_adapter_file
 from storage.documents import read_document
 from storage.errors import InvalidDocument, ObjectNotFound
-from storage.keys import marker_key
+from storage.keys import TRAINING_FILE, marker_key
 from storage.ledger import Ledger, Outcome, Step
 from storage.s3 import S3Store
 from storage.uploads import UploadMarker, list_uploads
-from tasks.intake import AdapterWaits, take_in
+from tasks.intake import AdapterWaits, IntakeRefused, take_in
 
 _FIRST_PAUSE = timedelta(minutes=1)
 _LONGEST_PAUSE = timedelta(hours=1)
@@ -35,16 +35,20 @@ class Due:
 def list_due(store: S3Store, *, now: datetime, grace_s: int) -> list[Due]:
     """Every upload that needs a run and has none, the oldest first.
 
-    Uploads younger than `grace_s` are left to their event.
+    Uploads younger than `grace_s` seconds are left to their event. An upload whose ledger cannot be read is left
+    out; the catalog shows it.
 
     Raises:
         StoreUnavailable, StoreNotTrusted.
     """
     due = []
     for marker in _markers(store):
-        ledger = _ledger(store, marker)
+        try:
+            ledger = _ledger(store, marker)
+        except InvalidDocument:
+            continue
         why = reason_to_run(marker, ledger, now=now, grace_s=grace_s)
-        if why is None or (why == "its wait may be over" and _still_waits(store, marker)):
+        if why is None or _still_waits(store, marker, ledger):
             continue
         attempt = "" if ledger is None or not _knows(ledger, marker) else f"/{len(ledger.steps)}"
         key = f"{marker.author}/{marker.run}/{marker.submission}{attempt}"
@@ -59,11 +63,13 @@ def reason_to_run(marker: UploadMarker, ledger: Ledger | None, *, now: datetime,
         return None if young else "no run has taken it up"
     if ledger.claim is not None and ledger.claim.expires_at > now:
         return None
+    if any(known.submission > marker.submission for known in ledger.submissions):
+        return None  # history: the last submission of an adapter decides
     last = ledger.steps[-1] if ledger.steps else None
     if last is None:
         return "its run died"
     if last == ledger.verdict:
-        return None
+        return None if _is_about(last, marker) else "it was submitted again while a run was at it"
     if last.outcome is Outcome.WAITING:
         return "its wait may be over"
     if last.outcome is Outcome.STOPPED:
@@ -79,6 +85,12 @@ def _pause(steps: tuple[Step, ...]) -> timedelta:
             break
         stops += 1
     return min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(stops - 1, 16)))
+
+
+def _is_about(verdict: Step, marker: UploadMarker) -> bool:
+    """Whether a verdict is about what this upload states: its base, its training.json."""
+    stated = {file.name: file.sha256 for file in marker.files}.get(TRAINING_FILE, "none")
+    return (verdict.inputs.get("base"), verdict.inputs.get("training")) == (marker.base, stated)
 
 
 def _knows(ledger: Ledger, marker: UploadMarker) -> bool:
@@ -105,8 +117,16 @@ def _ledger(store: S3Store, marker: UploadMarker) -> Ledger | None:
         return None
 
 
-def _still_waits(store: S3Store, marker: UploadMarker) -> bool:
+def _still_waits(store: S3Store, marker: UploadMarker, ledger: Ledger | None) -> bool:
+    """Whether a run would only say once more what it waits for."""
+    last = ledger.steps[-1] if ledger is not None and ledger.steps else None
+    if last is not None and last.outcome is not Outcome.WAITING:
+        return False
+    recorded = None if last is None else last.result.get("code")
     try:
-        return take_in(store, marker.author, marker.run).waits_for is not None
+        missing = take_in(store, marker.author, marker.run).waits_for
     except AdapterWaits:
         return True
+    except IntakeRefused:
+        return False
+    return missing is not None and missing[0].value == recorded

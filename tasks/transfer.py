@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from roster.serving import Manifest
-from storage.digests import FileDigest
+from storage.digests import FileDigest, sha256_file
 from storage.documents import read_document
 from storage.errors import ObjectNotFound, StoreUnavailable
 from storage.keys import manifest_key, serving_prefix
 from storage.s3 import S3Store
+from tasks.disk import RunDisk
 
 
 def recorded_files(record: Any) -> tuple[FileDigest, ...]:
@@ -31,17 +31,17 @@ def read_manifest(store: S3Store, author: str, output_digest: str) -> Manifest:
     return manifest
 
 
-def fetch_served(store: S3Store, author: str, output_digest: str, destination: Path) -> None:
-    """Download a staged adapter as its manifest lists it; nothing is done where it lies already.
+def fetch_served(store: S3Store, author: str, output_digest: str, disk: RunDisk, destination: Path) -> None:
+    """Download a staged adapter as its manifest lists it; where it lies already it is only held.
 
     Raises:
         ObjectNotFound, StoreUnavailable: as `fetch_directory`.
     """
-    if destination.is_dir():
+    if disk.hold(destination):
         return
     manifest = read_manifest(store, author, output_digest)
     files = [FileDigest(file.name, file.bytes, file.sha256) for file in manifest.files]
-    fetch_directory(store, serving_prefix(author, output_digest), files, destination)
+    fetch_directory(store, serving_prefix(author, output_digest), files, disk, destination)
 
 
 def put_directory(store: S3Store, directory: Path, prefix: str, files: Sequence[FileDigest]) -> None:
@@ -56,22 +56,26 @@ def put_directory(store: S3Store, directory: Path, prefix: str, files: Sequence[
             store.upload_file(directory / file.name, prefix + file.name, sha256=file.sha256)
 
 
-def fetch_directory(store: S3Store, prefix: str, files: Sequence[FileDigest], destination: Path) -> None:
-    """Download a converted adapter, verified, to a directory that appears whole or not at all.
+def fetch_directory(
+    store: S3Store, prefix: str, files: Sequence[FileDigest], disk: RunDisk, destination: Path
+) -> None:
+    """Download a converted adapter, verified, to a shared folder that appears whole or not at all, and is held.
 
     Raises:
         ObjectNotFound: a file is not under the prefix.
         StoreUnavailable: a file's bytes are not what its digest says.
     """
-    part = destination.with_name(f".{destination.name}.{uuid4().hex}.part")
-    part.mkdir(parents=True)
-    try:
-        for file in files:
-            _fetch(store, prefix + file.name, file, part / file.name)
-        if not destination.is_dir():
-            part.rename(destination)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    part = disk.folder() / uuid4().hex
+    part.mkdir()
+    for file in files:
+        _fetch(store, prefix + file.name, file, part / file.name)
+    disk.share(part, destination)
+
+
+def holds_files(directory: Path, files: Sequence[FileDigest]) -> bool:
+    """Whether these files lie in the directory, byte for byte."""
+    paths = [(directory / file.name, file) for file in files]
+    return all(path.is_file() and sha256_file(path) == file for path, file in paths)
 
 
 def _fetch(store: S3Store, key: str, file: FileDigest, path: Path) -> None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -161,3 +165,23 @@ def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config_fields(**config)), "utf-8")
     return folder
+
+
+def unpack_wheel(name: str, version: str, folder: Path) -> Path:
+    """Download one version of a package and unpack it into a folder of its own, to be put on a process's path.
+
+    Nothing is installed. Without a package index that has it the test fails: it would have nothing to judge by.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--dest", folder, f"{name}=={version}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.fail(
+            f"{name} {version} could not be downloaded, so nothing independent judges what it writes. Give pip an "
+            f"index that has it (PIP_INDEX_URL), or deselect this test.\n{done.stderr[-1000:]}"
+        )
+    [wheel] = folder.glob(f"{name}-{version}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / f"{name}-{version}")
+    return folder / f"{name}-{version}"

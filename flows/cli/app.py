@@ -1,15 +1,18 @@
-"""The `roster` command: which commands there are, and what each kind of error means for the exit code."""
+"""The `roster` command: which commands there are, and how a command ends."""
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
+import traceback
+from functools import partial
+from importlib import metadata
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, Group
 
 from flows.cli import convert, operate, query, submit
-from flows.cli.output import note
-from flows.settings import SettingsIncomplete
+from flows.cli.errors import UNAVAILABLE, explain
+from flows.cli.output import emit_json, note
 
 HELP = """Turn freshly trained MoE LoRA adapters into a roster that vLLM can serve, with proof for each one.
 
@@ -20,70 +23,67 @@ story.
 Exit codes: 0 done · 1 the adapter is refused or a check failed · 2 wrong usage · 3 something we need is unavailable.
 """
 
-app = App(name="roster", help=HELP, help_format="markdown")
+INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
-base = App(name="base", help="Base models that adapters were trained on.")
-heldout = App(name="heldout", help="Held-out text: what an author's adapter has not seen.")
+HAND_IN = Group.create_ordered("Hand in")
+OFFLINE = Group.create_ordered("Look at and convert a directory, without a server")
+ASK = Group.create_ordered("Ask")
+OPERATE = Group.create_ordered("Operate")
+
+app = App(
+    name="roster",
+    help=HELP,
+    help_format="markdown",
+    version=partial(metadata.version, "adapter-roster"),
+    suppress_keyboard_interrupt=False,  # else cyclopts exits by itself, without our word
+)
+base = App(name="base", help="Register the base models that adapters are trained on.", group=HAND_IN)
+heldout = App(
+    name="heldout", help="Register held-out text: what an author's adapter has not seen.", group=HAND_IN
+)
+
 base.command(submit.base_add, name="add")
 heldout.command(submit.heldout_add, name="add")
-
-app.command(submit.submit)
 app.command(base)
 app.command(heldout)
-app.command(convert.inspect)
-app.command(convert.convert)
-app.command(convert.check)
-app.command(query.ready)
-app.command(query.show)
-app.command(query.why)
-app.command(query.sql)
-app.command(query.status)
-app.command(operate.sync)
-app.command(operate.rebuild)
-app.command(operate.up)
-app.command(operate.down)
+app.command(submit.submit, group=HAND_IN)
+for group, commands in {
+    OFFLINE: (convert.inspect, convert.convert, convert.check),
+    ASK: (query.ready, query.show, query.why, query.sql, query.status),
+    OPERATE: (operate.up, operate.down, operate.sync, operate.rebuild),
+}.items():
+    for command in commands:
+        app.command(command, group=group)
 
 
 def main() -> None:
     """Entry point of the `roster` command."""
-    sys.exit(run(sys.argv[1:]))
+    # Asked to end in whatever way, a command first removes what it has half done.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        code = run(sys.argv[1:])
+    except Exception:  # noqa: BLE001 - Python's own exit code for it, 1, would say that an adapter is refused
+        traceback.print_exc()
+        note("roster: this is a fault of roster itself: please report it with the lines above")
+        code = UNAVAILABLE
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code. Known errors become one message and never a traceback."""
     try:
-        result = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
-    except CycloptsError:
-        return 2
+        result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except KeyboardInterrupt:
-        note("stopped")
-        return 130
-    except SettingsIncomplete as error:
-        note(f"roster: {error}")
-        return 3
+        note("roster: stopped")
+        return INTERRUPTED
     except Exception as error:
-        code = _explain(error, as_json="--json" in arguments)
-        if code is None:
+        explained = explain(error)
+        if explained is None:
             raise
-        return code
+        note(f"roster: {explained.message}")
+        if "--json" in arguments:
+            emit_json(explained.document)
+        return explained.exit_code
     return result if isinstance(result, int) else 0
-
-
-def _explain(error: Exception, *, as_json: bool) -> int | None:
-    """Print a known error and return its exit code; None for one that nobody foresaw."""
-    # Imported here: the table of errors needs everything below, which `roster --help` should not wait for.
-    from storage.ledger import Outcome
-    from tasks.outcomes import MISUSE, NOT_THERE, RULED, refused_document, rule
-
-    if isinstance(error, MISUSE):
-        code = 2
-    elif isinstance(error, NOT_THERE):
-        code = 3
-    elif isinstance(error, RULED):
-        code = 1 if rule(error).outcome in {Outcome.QUARANTINED, Outcome.INCONCLUSIVE} else 3
-        if as_json:
-            sys.stdout.write(json.dumps(refused_document(error), ensure_ascii=False) + "\n")
-    else:
-        return None
-    note(f"roster: {error}")
-    return code

@@ -1,29 +1,46 @@
-"""Looking at, converting and checking one adapter directory, without any server."""
+"""Looking at, converting and checking one adapter directory, without the pipeline."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from flows.cli.output import OUT, AsJson, emit, note, table
+from cyclopts import Parameter
+from cyclopts.types import ExistingDirectory
+
+from flows.cli.output import AsJson, emit, note, say, table
 
 if TYPE_CHECKING:
+    from tasks.lora.base import BaseConfig
     from tasks.lora.check import CheckReport
 
 Packing = Literal["auto", "rank_major", "grouped_by_expert"]
 
 
 def inspect(
-    directory: Path, *, base: Path, packing: Packing = "auto", header_only: bool = False, json: AsJson = False
+    directory: ExistingDirectory,
+    /,
+    *,
+    base: str,
+    packing: Packing = "auto",
+    header_only: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: AsJson = False,
 ) -> int:
     """Say what an adapter is: family, orientation, packing with every piece of evidence, coverage, problems.
+
+    Refuses what the pipeline refuses before it scores: a rehearsal of a submission that uploads nothing.
+
+    ```
+    roster inspect trained/ash --base models/tiny
+    ```
 
     Parameters
     ----------
     directory:
         adapter_config.json and adapter_model.safetensors; a training.json beside them is read too.
     base:
-        The base's config.json, or a directory holding one.
+        The base's config.json, a directory that holds one, or the name of a registered base.
     packing:
         Force a reading instead of deciding from evidence.
     header_only:
@@ -31,30 +48,35 @@ def inspect(
     """
     from tasks.directories import inspect_directory
 
-    found = inspect_directory(directory, base, packing=_forced(packing), header_only=header_only)
+    found = inspect_directory(directory, _read_base(base), packing=_forced(packing), header_only=header_only)
     emit(found, as_json=json, show=lambda: _show_inspection(found))
     return 0
 
 
 def convert(
-    source: Path,
+    source: ExistingDirectory,
     destination: Path,
+    /,
     *,
-    base: Path,
+    base: str,
     packing: Packing = "auto",
     format: Literal["per-expert"] = "per-expert",
     json: AsJson = False,
 ) -> int:
     """Convert one adapter directory to what vLLM serves. The destination appears whole or not at all.
 
+    ```
+    roster convert trained/ash serving/ash --base models/tiny
+    ```
+
     Parameters
     ----------
     source:
         The directory that the trainer saved.
     destination:
-        A directory that does not exist yet.
+        A directory that does not exist yet, or is empty.
     base:
-        The base's config.json, or a directory holding one.
+        The base's config.json, a directory that holds one, or the name of a registered base.
     packing:
         Force a reading instead of deciding from evidence.
     format:
@@ -64,7 +86,9 @@ def convert(
     from tasks.directories import convert_directory
 
     with byte_progress("converting") as progress:
-        made = convert_directory(source, destination, base, packing=_forced(packing), progress=progress)
+        made = convert_directory(
+            source, destination, _read_base(base), packing=_forced(packing), progress=progress
+        )
 
     def show() -> None:
         _show_inspection(made)
@@ -75,12 +99,22 @@ def convert(
 
 
 def check(
-    source: Path, destination: Path, *, base: Path, packing: Packing = "auto", json: AsJson = False
+    source: ExistingDirectory,
+    destination: ExistingDirectory,
+    /,
+    *,
+    base: str,
+    packing: Packing = "auto",
+    json: AsJson = False,
 ) -> int:
     """Check a conversion: bit-exact round trip, complete coverage, finite and trained factors.
 
     Ends with 1 when a check fails. This proves that the conversion was carried out as decided; that the decision is
     right is shown by the evidence (roster inspect) and by the scores.
+
+    ```
+    roster check trained/ash serving/ash --base models/tiny
+    ```
 
     Parameters
     ----------
@@ -89,17 +123,41 @@ def check(
     destination:
         What `roster convert` made of it.
     base:
-        The base's config.json, or a directory holding one.
+        The base's config.json, a directory that holds one, or the name of a registered base.
     packing:
         The reading that was forced at conversion, if one was.
     """
     from tasks.directories import check_directories
     from tasks.validation import check_records
 
-    report = check_directories(source, destination, base, packing=_forced(packing))
+    report = check_directories(source, destination, _read_base(base), packing=_forced(packing))
     document = {"passed": report.passed, "checks": check_records(report)}
     emit(document, as_json=json, show=lambda: _show_report(report))
     return 0 if report.passed else 1
+
+
+def _read_base(named: str) -> BaseConfig:
+    """The sizes in a config.json, in the one of a directory, or in that of a registered base."""
+    from flows.connect import open_store
+    from flows.settings import SettingsIncomplete, load_settings
+    from storage.bases import read_base
+    from storage.errors import InvalidName
+    from storage.keys import check_base
+    from tasks.lora.base import read_base_config
+
+    if Path(named).exists():
+        return read_base_config(Path(named), label=named)
+    try:
+        check_base(named)
+        store = open_store(load_settings())
+    except InvalidName:
+        raise FileNotFoundError(
+            errno.ENOENT, "expected a base's config.json, found no such file", named
+        ) from None
+    except SettingsIncomplete as error:
+        problem = f"expected a base's config.json or a registered base, found no such file, and {error}"
+        raise FileNotFoundError(errno.ENOENT, problem, named) from None
+    return read_base_config(read_base(store, named).config, label=named)
 
 
 def _forced(packing: Packing) -> str | None:
@@ -107,39 +165,23 @@ def _forced(packing: Packing) -> str | None:
 
 
 def _show_inspection(found: dict[str, Any]) -> None:
-    OUT.print(
+    say(
         f"{found['family']}: {found['layers']} layers, {found['experts']} experts, "
-        f"orientation {found['orientation']}, {found['pairs']} pairs when converted",
-        highlight=False,
+        f"orientation {found['orientation']}, {found['pairs']} pairs when converted"
     )
-    rows = [
-        (
-            parameter,
-            decision["value"],
-            decision["decided_by"],
-            evidence["source"],
-            evidence["says"],
-            evidence["strength"],
-            evidence["detail"],
-        )
-        for parameter, decision in found["packing"].items()
-        for evidence in decision["evidence"] or [{"source": "-", "says": "-", "strength": "-", "detail": ""}]
-    ]
-    table(
-        "Packing",
-        ["parameter", "value", "decided by", "evidence", "says", "strength", "detail"],
-        rows,
-        empty="no stacked experts",
-    )
+    for parameter, decision in found["packing"].items():
+        say(f"{parameter}: packing {decision['value']}, decided by {decision['decided_by']}")
+        for item in decision["evidence"]:
+            say(f"  {item['source']} ({item['strength']}) says {item['says']}: {item['detail']}")
     ranks = found["ranks"]
     classes = [
         (name, c["keys"], ranks.get(name), c["trained_fraction"]) for name, c in found["classes"].items()
     ]
-    table("Factors", ["class", "keys", "rank", "trained fraction"], classes, empty="no factors")
-    for warning in found.get("warnings", []):
+    table(["factors", "tensors", "rank", "trained fraction"], classes, empty="no factors")
+    for warning in found["warnings"]:
         note(f"warning: {warning}")
 
 
 def _show_report(report: CheckReport) -> None:
     rows = [("ok" if c.passed else "FAILED", c.name, c.detail) for c in report.checks]
-    table("Checks", ["", "check", "found"], rows, empty="nothing was checked")
+    table(["", "check", "found"], rows, empty="nothing was checked")

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Annotated, Literal
 
-from flows.cli.output import OUT, AsJson, emit, note
-from flows.settings import base_environment, load_settings
+from cyclopts import Group, Parameter, validators
+from cyclopts.types import ExistingDirectory, PositiveInt
+
+from flows.cli.output import AsJson, emit, note, say
+from flows.settings import Settings, base_environment, load_settings
+
+_SERVED = Group("A base to serve (both or neither)", validator=validators.all_or_none)
+
+AllowDrop = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def up(
     *,
-    base: str | None = None,
-    weights: Path | None = None,
-    max_model_len: int = 2048,
-    max_loras: int = 4,
-    max_lora_rank: int = 16,
+    base: Annotated[str | None, Parameter(group=_SERVED)] = None,
+    weights: Annotated[ExistingDirectory | None, Parameter(group=_SERVED)] = None,
+    max_model_len: PositiveInt = 2048,
+    max_loras: PositiveInt = 4,
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16,
     json: AsJson = False,
 ) -> None:
     """Start the embedded services: object store, Prefect server, worker and, with --base, a vLLM engine.
@@ -22,21 +29,26 @@ def up(
     They go on in the background until `roster down`; if one dies too often, all are stopped. Their state, logs and
     data lie in ROSTER_HOME (.roster here unless set). Everything listens on 127.0.0.1 only.
 
+    ```
+    roster up --base tiny --weights models/tiny
+    ```
+
     Parameters
     ----------
     base:
         Serve this base for scoring, and register it.
     weights:
-        The base's Hugging Face directory: config.json, weights, tokenizer. Needed with --base.
+        The base's Hugging Face directory: config.json, weights, tokenizer.
     max_model_len:
         The engine's context in tokens; held-out texts that are longer are scored in windows.
     max_loras:
         Adapter slots of the engine.
     max_lora_rank:
-        The largest adapter rank to serve: 1, 8, 16, 32, 64, 128, 256, 320 or 512.
+        The largest adapter rank to serve.
     """
     from flows.embedded import start_detached
     from flows.up import embedded_config, register_served_base
+    from tasks.submission import check_base_config
 
     settings = load_settings()
     config = embedded_config(
@@ -47,7 +59,10 @@ def up(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
     )
+    if base is not None and weights is not None:
+        check_base_config(base, weights)
     services = start_detached(config, environment=base_environment(), announce=note)
+    note("everything goes on in the background; stop it with: roster down")
     if base is not None and weights is not None:
         register_served_base(load_settings(), services, base, weights)
     document = {
@@ -58,9 +73,11 @@ def up(
     }
 
     def show() -> None:
-        for name, address in document.items():
-            OUT.print(f"{name}: {address}", highlight=False)
-        OUT.print("stop them with: roster down")
+        say(f"prefect: {services.prefect.ui_url}")
+        say(f"store: {services.store.endpoint}")
+        for served, address in services.engines.items():
+            say(f"engine of {served}: {address}")
+        say(f"home: {settings.home}")
 
     emit(document, as_json=json, show=show)
 
@@ -69,7 +86,8 @@ def down(*, json: AsJson = False) -> None:
     """Stop the embedded services of this home; what they stored stays."""
     from flows.embedded import stop_embedded
 
-    stopped = stop_embedded(load_settings().home, timeout_s=90)
+    # The bare settings: services.json may be damaged, and its error tells people to come here.
+    stopped = stop_embedded(Settings().home, timeout_s=90)
     emit(
         {"stopped": stopped is not None},
         as_json=json,
@@ -77,7 +95,7 @@ def down(*, json: AsJson = False) -> None:
     )
 
 
-def sync(*, allow_drop: bool = False, json: AsJson = False) -> None:
+def sync(*, allow_drop: AllowDrop = False, json: AsJson = False) -> None:
     """Bring this machine's catalog up to date with the ledger, and publish the roster.
 
     Parameters
@@ -88,7 +106,7 @@ def sync(*, allow_drop: bool = False, json: AsJson = False) -> None:
     _sync(allow_drop=allow_drop, rebuild=False, json=json)
 
 
-def rebuild(*, allow_drop: bool = False, json: AsJson = False) -> None:
+def rebuild(*, allow_drop: AllowDrop = False, json: AsJson = False) -> None:
     """Make the catalog anew from the whole ledger, and publish the roster.
 
     Parameters

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
+from cyclopts.types import ExistingDirectory, ExistingFile, ExistingPath
 
 from flows.cli.output import AsJson, emit, note
 from flows.settings import connect_prefect, load_settings
 
+_SHOWN_WARNINGS = 5
+
+
+def _check_url(_: object, url: str | None) -> None:
+    parts = urlsplit(url or "")
+    if url is not None and not (parts.scheme in {"http", "https"} and parts.hostname):
+        raise ValueError("expected the address of a server, such as http://127.0.0.1:8000")
+
 
 def submit(
-    directory: Path,
+    directory: ExistingDirectory,
+    /,
     *,
     author: str,
     base: str,
     run: str | None = None,
     trainer: str | None = None,
-    reference: Path | None = None,
+    reference: ExistingFile | None = None,
     heldout: Annotated[list[str] | None, Parameter(negative="")] = None,
     json: AsJson = False,
 ) -> None:
     """Upload a trained adapter and start its flow.
 
     Uploads adapter_config.json and the weights, the marker last, then sends the event that starts the flow. If the
-    event cannot be sent, the upload still counts: the sweep finds it within a minute.
+    event cannot be sent, the upload still counts: the sweep finds it within a minute. To see beforehand whether the
+    adapter can be read and converted: `roster inspect DIRECTORY --base BASE`.
+
+    ```
+    roster submit trained/ash --author ash --base tiny --trainer unsloth_zoo==2026.8.17
+    ```
 
     Parameters
     ----------
@@ -47,26 +62,43 @@ def submit(
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
     from flows.events import announce_upload
+    from storage.bases import list_bases
     from tasks.submission import submit_adapter
 
     settings = load_settings()
     connect_prefect(settings)
     store = open_store(settings)
-    with byte_progress("uploading") as progress:
-        upload = submit_adapter(
-            store,
-            directory,
-            author=author,
-            base=base,
-            run=run,
-            trainer=trainer,
-            reference=reference,
-            heldout=tuple(heldout or ()),
-            progress=progress,
-        )
+    bases = list_bases(store)
+    if base not in bases:
+        known = ", ".join(bases) or "none"
+        note(f"warning: base {base} is not registered (there is: {known}); the adapter waits until it is")
+    try:
+        with byte_progress("uploading") as progress:
+            upload = submit_adapter(
+                store,
+                directory,
+                author=author,
+                base=base,
+                run=run,
+                trainer=trainer,
+                reference=reference,
+                heldout=tuple(heldout or ()),
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        note("the upload was broken off: without its marker nothing of it is looked at; submit it again")
+        raise
+    for warning in upload.warnings:
+        note(f"warning: {warning}")
     sent = announce_upload(settings, upload)
     if not sent:
-        note("the event could not be sent (is Prefect up?); the sweep will find the upload within a minute")
+        prefect = settings.prefect_api_url
+        cause = (
+            f"the Prefect server at {prefect} did not take it"
+            if prefect
+            else "ROSTER_PREFECT_API_URL is not set"
+        )
+        note(f"warning: the event was not sent: {cause}; the sweep finds the upload within a minute")
     marker = upload.marker
     emit(
         {
@@ -85,15 +117,22 @@ def submit(
 
 def base_add(
     name: str,
+    /,
     *,
-    config: Path,
-    weights: Path | None = None,
-    engine_url: str | None = None,
+    config: ExistingPath,
+    weights: ExistingDirectory | None = None,
+    engine_url: Annotated[str | None, Parameter(validator=_check_url)] = None,
     served_model: str | None = None,
     alias: Annotated[list[str] | None, Parameter(negative="")] = None,
     json: AsJson = False,
 ) -> None:
     """Register a base model: its config.json, the digest of its weights, and the engine that serves it.
+
+    Registering a name again replaces what was said of it before, the engine's address included.
+
+    ```
+    roster base add tiny --config models/tiny --weights models/tiny --engine-url http://127.0.0.1:8000
+    ```
 
     Parameters
     ----------
@@ -134,8 +173,14 @@ def base_add(
     )
 
 
-def heldout_add(author: str, name: str, file: Path, *, json: AsJson = False) -> None:
+def heldout_add(author: str, name: str, file: ExistingFile, /, *, json: AsJson = False) -> None:
     """Register held-out text for an author: JSON lines {"id", "text"} or {"id", "prompt", "text"}.
+
+    A verdict needs at least 20 texts and 8,000 bytes, unless the settings say otherwise.
+
+    ```
+    roster heldout add ash main heldout/ash.jsonl
+    ```
 
     Parameters
     ----------
@@ -150,6 +195,10 @@ def heldout_add(author: str, name: str, file: Path, *, json: AsJson = False) -> 
     from storage.heldout import register_heldout
 
     heldout = register_heldout(open_store(load_settings()), author, name, file)
+    for warning in heldout.warnings[:_SHOWN_WARNINGS]:
+        note(f"warning: {warning}")
+    if len(heldout.warnings) > _SHOWN_WARNINGS:
+        note(f"warning: and {len(heldout.warnings) - _SHOWN_WARNINGS} more like these")
     emit(
         {"heldout": f"{author}/{name}", "units": len(heldout.units), "sha256": heldout.sha256},
         as_json=json,

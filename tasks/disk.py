@@ -1,0 +1,129 @@
+"""This worker's disk: a folder of each run's own, and the converted adapters that the runs of a machine share.
+
+A file lock on each folder says that a run uses it. The kernel lets go of a lock when its process ends, however it
+ends, so whatever is not locked may be removed by anyone. The disk must be a local one: folders on a network file
+system cannot be locked for removal, and would stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+from uuid import uuid4
+
+
+class RunDisk:
+    """What one run uses of the folder `work`. Nothing is made before it is asked for; `close` lets go of all."""
+
+    def __init__(self, work: Path) -> None:
+        self._runs = work / "runs"
+        self._folder: Path | None = None
+        self._locks: dict[Path, int] = {}
+
+    def folder(self) -> Path:
+        """A folder that no other run touches and that `close` removes; what killed runs left of theirs goes now."""
+        if self._folder is None:
+            self._runs.mkdir(parents=True, exist_ok=True)
+            for left in self._runs.iterdir():
+                _remove_unused(left)
+            made = Path(mkdtemp(dir=self._runs))
+            while not self.hold(made):  # someone took it for a dead run's before it was locked
+                made = Path(mkdtemp(dir=self._runs))
+            self._folder = made
+        return self._folder
+
+    def hold(self, path: Path) -> bool:
+        """Whether this folder is there. If it is, it counts as used now, and nobody removes it before `close`."""
+        if path not in self._locks:
+            descriptor = _lock(path, fcntl.LOCK_SH)
+            if descriptor is None:
+                return False
+            self._locks[path] = descriptor
+        os.utime(path)
+        return True
+
+    def share(self, made: Path, path: Path) -> None:
+        """Give a finished folder of this run the name by which others find it, and hold it.
+
+        If there is one of that name already, that one stays and `made` goes: a name always means the same bytes.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = None if self.hold(path) else _lock(made, fcntl.LOCK_SH)
+        if descriptor is not None:
+            try:
+                made.rename(path)
+            except OSError:
+                os.close(descriptor)
+                if not self.hold(path):  # else another run was quicker
+                    raise
+            else:
+                self._locks[path] = descriptor
+                return
+        shutil.rmtree(made)
+
+    def drop(self, path: Path) -> None:
+        """Remove a shared folder, unless another run uses it."""
+        descriptor = self._locks.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+        _remove_unused(path)
+
+    def close(self) -> None:
+        """Remove the run's own folder and let go of the shared ones."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        for descriptor in self._locks.values():
+            os.close(descriptor)
+        self._locks.clear()
+
+
+def trim_folders(folders: list[Path], keep: int) -> None:
+    """Remove all but the `keep` folders used last; those that a run holds stay in any case."""
+    used: dict[Path, float] = {}
+    for path in folders:
+        try:
+            used[path] = path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+    for path in sorted(used, key=lambda path: used[path], reverse=True)[keep:]:
+        _remove_unused(path)
+
+
+def _lock(path: Path, kind: int) -> int | None:
+    """An open descriptor that locks the folder at `path`, None if there is none."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, kind)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # while we waited it was removed, and made anew
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a folder that nobody holds: first its name, so that none is ever found half empty."""
+    try:
+        descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    if descriptor is None:
+        return
+    try:
+        gone = path.with_name(f".gone-{uuid4().hex}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,309 @@
+"""What starts runs: the event, the sweep, and the keys by which a request made twice starts one run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pipeline_builders import BASE, add_tiny_base
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled
+from prefect.testing.utilities import prefect_test_harness
+from store_builders import make_adapter_directory, make_step, memory_store, submit_directory
+
+import flows.asking
+import flows.sweep
+from flows.asking import request_onboard, request_sync
+from flows.deploy import deploy
+from flows.events import announce_upload
+from flows.settings import Settings
+from flows.sweep import sweep
+from storage.claims import LedgerHandle, open_ledger
+from storage.documents import utc_now
+from storage.heldout import register_heldout
+from storage.keys import heldout_key, ledger_key
+from storage.ledger import Outcome, Step, StepKind, SubmissionRef
+from storage.s3 import S3Store
+from storage.training import Training
+from storage.uploads import UploadMarker, read_upload
+from tasks.sweeping import Due, list_due
+
+LATER = timedelta(minutes=5)
+LOG = logging.getLogger(__name__)
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[None]:
+    """A real Prefect server that has our deployments, and no worker."""
+    with prefect_test_harness(server_startup_timeout=120):
+        deploy()
+        yield
+
+
+@pytest.fixture
+def store() -> Iterator[S3Store]:
+    with memory_store() as store:
+        yield store
+
+
+def due(store: S3Store) -> list[tuple[str, str]]:
+    return [(one.author, one.why) for one in list_due(store, now=utc_now() + LATER, grace_s=60)]
+
+
+def upload(store: S3Store, folder: Path, author: str, **more: Any) -> UploadMarker:
+    seed = sum(author.encode())
+    return submit_directory(store, make_adapter_directory(folder / author, seed=seed), author, **more)
+
+
+def taken_up(store: S3Store, marker: UploadMarker) -> LedgerHandle:
+    digest = read_upload(store, marker.author, marker.run).adapter_digest
+    ref = SubmissionRef(run=marker.run, submission=marker.submission)
+    return open_ledger(store, marker.author, digest, marker.base, ref)
+
+
+def record(ledger: LedgerHandle, *steps: Step) -> None:
+    ledger.claim("a run", 60)
+    for step in steps:
+        ledger.append(step)
+    ledger.release()
+
+
+def add_heldout(store: S3Store, folder: Path, author: str) -> None:
+    file = folder / f"{author}.jsonl"
+    file.write_text(json.dumps({"id": "1", "text": "Some words."}) + "\n")
+    register_heldout(store, author, "main", file)
+
+
+def judged(training: str = "none", base: str = BASE) -> Step:
+    step = make_step(StepKind.VERDICT, Outcome.READY)
+    return step.model_copy(update={"inputs": {"base": base, "training": training}})
+
+
+def test_an_upload_that_no_run_took_up_is_due_after_a_while(store: S3Store, tmp_path: Path) -> None:
+    marker = upload(store, tmp_path, "ada")
+    assert list_due(store, now=utc_now(), grace_s=60) == []
+    assert due(store) == [("ada", "no run has taken it up")]
+    record(taken_up(store, marker), judged())
+    assert due(store) == []
+
+
+def test_one_bad_upload_does_not_stop_the_sweep_for_all(store: S3Store, tmp_path: Path) -> None:
+    """A waiting author's held-out text is damaged, another's ledger: the third is still found."""
+    add_tiny_base(store)
+    bad = upload(store, tmp_path, "bad")
+    record(taken_up(store, bad), make_step(outcome=Outcome.WAITING, code="no_heldout"))
+    store.put(heldout_key("bad", "main"), b"no json\n")
+    worse = upload(store, tmp_path, "worse")
+    store.put(ledger_key("worse", read_upload(store, "worse", worse.run).adapter_digest), b"\xff no json")
+    upload(store, tmp_path, "zoe")
+    assert due(store) == [("bad", "its wait may be over"), ("zoe", "no run has taken it up")]
+
+
+def test_a_wait_for_two_things_says_which_is_missing_now(store: S3Store, tmp_path: Path) -> None:
+    """Neither base nor held-out text is there. When the base has come, the ledger must not go on asking for it."""
+    marker = upload(store, tmp_path, "ada")
+    ledger = taken_up(store, marker)
+    record(ledger, make_step(outcome=Outcome.WAITING, code="unknown_base"))
+    assert due(store) == []
+    add_tiny_base(store)
+    assert due(store) == [("ada", "its wait may be over")]
+    record(ledger, make_step(outcome=Outcome.WAITING, code="no_heldout", attempt=2))
+    assert due(store) == []
+    add_heldout(store, tmp_path, "ada")
+    assert due(store) == [("ada", "its wait may be over")]
+
+
+def test_an_upload_whose_files_come_after_its_marker_is_due_when_they_are_there(
+    store: S3Store, tmp_path: Path
+) -> None:
+    """Replication between buckets keeps no order."""
+    marker = upload(store, tmp_path, "ada")
+    key = f"uploads/ada/{marker.run}/adapter_config.json"
+    body = store.get(key).body
+    store.delete(key)
+    assert due(store) == []
+    store.put(key, body)
+    assert due(store) == [("ada", "no run has taken it up")]
+
+
+def test_a_statement_corrected_while_a_run_was_at_it_is_looked_at(store: S3Store, tmp_path: Path) -> None:
+    """The second run ended as Elsewhere; when the first is done, nothing else would think of it again."""
+    now = utc_now()
+    first = upload(store, tmp_path, "ada", now=lambda: now)
+    ledger = taken_up(store, first)
+    ledger.claim("first run", 60)
+    corrected = Training(lora_B_layout="grouped_by_expert")
+    second = upload(
+        store, tmp_path, "ada", run="run-2", training=corrected, now=lambda: now + timedelta(seconds=1)
+    )
+    taken_up(store, second)
+    ledger.append(judged())
+    ledger.release()
+    due_now = list_due(store, now=now + LATER, grace_s=60)
+    assert [(one.run, one.why) for one in due_now] == [
+        ("run-2", "it was submitted again while a run was at it")
+    ]
+    stated = next(file.sha256 for file in second.files if file.name == "training.json")
+    record(ledger, judged(stated))
+    assert due(store) == [], "and the first submission is history"
+
+
+def test_a_base_corrected_while_a_run_was_at_it_is_looked_at(store: S3Store, tmp_path: Path) -> None:
+    marker = upload(store, tmp_path, "ada")
+    record(taken_up(store, marker), judged(base="other"))
+    assert due(store) == [("ada", "it was submitted again while a run was at it")]
+
+
+def states_of(author: str) -> list[str]:
+    with get_client(sync_client=True) as client:
+        runs = [run for run in client.read_flow_runs() if run.parameters.get("author") == author]
+    return [run.state.name or "" for run in sorted(runs, key=lambda run: str(run.created)) if run.state]
+
+
+def end_run(author: str, state: State[Any]) -> None:
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs():
+            if run.parameters.get("author") == author and run.state and not run.state.is_final():
+                client.set_flow_run_state(run.id, state, force=True)
+
+
+def test_the_same_request_starts_one_run(deployed: None) -> None:
+    assert request_onboard("ash", "run-1", key="ash/run-1/s")
+    assert request_onboard("ash", "run-1", key="ash/run-1/s")
+    assert states_of("ash") == ["Scheduled"]
+
+
+def test_a_run_that_died_is_followed_by_another_after_a_pause(
+    deployed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first step, a run leaves nothing by which the sweep's next key would differ."""
+    request_onboard("elm", "run-1", key="elm/run-1/s")
+    end_run("elm", Crashed(message="the worker is gone"))
+    assert not request_onboard("elm", "run-1", key="elm/run-1/s")
+    assert states_of("elm") == ["Crashed"], "not at once"
+    monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+    assert request_onboard("elm", "run-1", key="elm/run-1/s")
+    assert request_onboard("elm", "run-1", key="elm/run-1/s")
+    assert states_of("elm") == ["Crashed", "Scheduled"]
+
+
+def test_a_run_that_refused_its_upload_is_not_repeated(
+    deployed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+    request_onboard("yew", "run-1", key="yew/run-1/s")
+    end_run("yew", Failed(name="Refused: ambiguous_upload"))
+    assert not request_onboard("yew", "run-1", key="yew/run-1/s")
+    assert states_of("yew") == ["Refused: ambiguous_upload"]
+
+
+def test_uploads_that_cannot_be_started_do_not_keep_others_waiting(
+    deployed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Refused uploads stay due for ever and are the oldest; the batch is for those that a run can be started for."""
+    listed = [
+        Due(name, "run-1", "s", name, "why", datetime(2026, 3, day, tzinfo=UTC))
+        for day, name in enumerate(("refused-1", "refused-2", "new-1", "new-2", "new-3"), start=1)
+    ]
+    asked: list[str] = []
+
+    def request(author: str, run: str, **_: Any) -> bool:
+        asked.append(author)
+        return author.startswith("new")
+
+    settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=2)
+    monkeypatch.setattr(flows.sweep, "load_settings", lambda: settings)
+    monkeypatch.setattr(flows.sweep, "list_due", lambda *_, **__: listed)
+    monkeypatch.setattr(flows.sweep, "request_onboard", request)
+    state = sweep(return_state=True)
+    assert asked == ["refused-1", "refused-2", "new-1", "new-2"]
+    assert "5 uploads were due, 2 runs are on their way" in (state.message or "")
+
+
+@pytest.mark.parametrize(
+    ("first", "asks"),
+    [(Scheduled(), 1), (Pending(), 1), (Running(), 2), (Completed(), 2)],
+    ids=["scheduled", "pending", "running", "completed"],
+)
+def test_a_sync_that_has_begun_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch, first: State[Any], asks: int
+) -> None:
+    """With a clock that is behind, the window's sync has begun before this ledger was written."""
+    asked: list[tuple[str, datetime]] = []
+
+    def run_deployment(_: str, **options: Any) -> Any:
+        asked.append((options["idempotency_key"], options["scheduled_time"]))
+        state = first if len(asked) == 1 else Scheduled()
+        return FlowRun.model_construct(state=state)
+
+    monkeypatch.setattr(flows.asking, "run_deployment", run_deployment)
+    before = datetime.now(UTC)
+    request_sync(5, LOG)
+    assert len(asked) == asks == len(set(asked))
+    assert all(before <= when <= before + timedelta(seconds=5.2 * asks) for _, when in asked)
+
+
+def fake_upload(author: str) -> Any:
+    marker = SimpleNamespace(
+        author=author, run="run-1", submission="2026-03-01T10:00:00Z-0a1b2c3d", base=BASE
+    )
+    return SimpleNamespace(marker=marker, adapter_digest="ab" * 32)
+
+
+def test_an_event_sent_twice_starts_one_run(deployed: None) -> None:
+    settings: Any = SimpleNamespace(prefect_api_url=PREFECT_API_URL.value())
+    for _ in range(3):
+        assert announce_upload(settings, fake_upload("fir"))
+    assert announce_upload(settings, fake_upload("gorse"))
+    deadline = time.monotonic() + 30
+    while not (states_of("gorse") and states_of("fir")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)  # the repeats were received before these, and are dealt with side by side
+    assert (states_of("fir"), states_of("gorse")) == (["Scheduled"], ["Scheduled"])
+
+
+def test_an_event_is_given_up_quickly_when_prefect_is_down() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/api"
+    settings: Any = SimpleNamespace(prefect_api_url=url)
+    begun = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: url}):
+        assert not announce_upload(settings, fake_upload("ash"))
+    assert time.monotonic() - begun < 7
+
+
+def test_an_event_is_given_up_when_something_else_answers() -> None:
+    """A proxy's 502, or a server that is still starting, is no reason for `roster submit` to fail."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class BadGateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(502)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), BadGateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/api"
+        settings: Any = SimpleNamespace(prefect_api_url=url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            assert not announce_upload(settings, fake_upload("ash"))
+        server.shutdown()
+
+
+def test_without_prefect_nothing_is_sent() -> None:
+    settings: Any = SimpleNamespace(prefect_api_url=None)
+    assert not announce_upload(settings, fake_upload("ash"))
