@@ -26,7 +26,7 @@ ADVICE = {
     "unexpected_tensor": f"{_TRAIN} without the modules that the reason names: they cannot be served.",
     "shape_mismatch": "Look at the tensor that the reason names: its shape fits neither the base nor its "
     "own rank.",
-    "non_finite": f"{_TRAIN} with a lower learning rate or in float32: it holds NaN or infinity.",
+    "non_finite": "It holds NaN or infinity: train again, with a lower learning rate or in float32.",
     "rank_unsupported": f"{_TRAIN} with rank 512 or less.",
     "no_expert_keys": "Set PEFT's target_parameters to the experts and train again: no expert was trained.",
     "experts_untrained": f"{_TRAIN}: every expert's B factor is zero, so no gradient reached the experts.",

@@ -7,6 +7,7 @@ cannot go unseen.
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, HEADS, HEAD_DIM = 3, 4, 2, 40, 24, 4, 32
-RANK, ALPHA = 3, 5.0
+ALPHA = 5.0
 ATTENTION = {
     "q_proj": (HEADS * HEAD_DIM, HIDDEN),
     "k_proj": (2 * HEAD_DIM, HIDDEN),
@@ -27,14 +28,27 @@ EXPERT = {
     "up_proj": (INTERMEDIATE, HIDDEN),
     "down_proj": (HIDDEN, INTERMEDIATE),
 }
+ROUTER = {"gate": (EXPERTS, HIDDEN)}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which parts are adapted, at which rank, with random factors from `seed`."""
+
+    seed: int
+    attention: bool = True
+    experts: bool = True
+    router: bool = False
+    rank: int = 3
+
+
 ADAPTERS = {
-    "experts-1": (11, True),
-    "experts-2": (12, True),
-    "attention": (13, False),
-    "experts-3": (14, True),
-    "experts-4": (15, True),
+    "experts-1": Adapter(11),
+    "experts-2": Adapter(12, router=True),
+    "attention": Adapter(13, experts=False),
+    "experts-3": Adapter(14, rank=8),
+    "experts-4": Adapter(15, attention=False),
 }
-"""Name → seed, and whether the experts are adapted too; attention always is."""
 
 
 def build_base(directory: Path) -> Qwen3MoeForCausalLM:
@@ -71,18 +85,22 @@ def build_base(directory: Path) -> Qwen3MoeForCausalLM:
 
 def adapter_factors(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Module path → `(A (rank, in), B (out, rank))` of one adapter, all values random and large enough to matter."""
-    seed, with_experts = ADAPTERS[name]
-    generator = torch.Generator().manual_seed(seed)
+    adapter = ADAPTERS[name]
+    generator = torch.Generator().manual_seed(adapter.seed)
     factors = {}
     for layer in range(LAYERS):
-        shapes = {f"self_attn.{name}": shape for name, shape in ATTENTION.items()}
-        if with_experts:
+        shapes = {}
+        if adapter.attention:
+            shapes |= {f"self_attn.{name}": shape for name, shape in ATTENTION.items()}
+        if adapter.experts:
             shapes |= {
                 f"mlp.experts.{e}.{name}": shape for e in range(EXPERTS) for name, shape in EXPERT.items()
             }
+        if adapter.router:
+            shapes |= {f"mlp.{name}": shape for name, shape in ROUTER.items()}
         for path, (rows, columns) in shapes.items():
-            factor_a = torch.randn(RANK, columns, generator=generator) / columns**0.5
-            factor_b = 0.3 * torch.randn(rows, RANK, generator=generator)
+            factor_a = torch.randn(adapter.rank, columns, generator=generator) / columns**0.5
+            factor_b = 0.3 * torch.randn(rows, adapter.rank, generator=generator)
             factors[f"model.layers.{layer}.{path}"] = (factor_a, factor_b)
     return factors
 
@@ -95,22 +113,27 @@ def save_adapter(name: str, directory: Path) -> None:
         tensors[f"base_model.model.{path}.lora_A.weight"] = factor_a
         tensors[f"base_model.model.{path}.lora_B.weight"] = factor_b
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": [*ATTENTION, *EXPERT]}
+    config = {
+        "peft_type": "LORA",
+        "r": ADAPTERS[name].rank,
+        "lora_alpha": ALPHA,
+        "target_modules": [*ATTENTION, *EXPERT, *ROUTER],
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def merged(base_directory: Path, name: str | None, *, experts: bool = True) -> Qwen3MoeForCausalLM:
-    """The base with an adapter's deltas added to its weights in float32; without its expert deltas on demand."""
+def merged(base_directory: Path, name: str | None, *, without: str | None = None) -> Qwen3MoeForCausalLM:
+    """The base with an adapter's deltas added to its weights in float32, but for paths that contain `without`."""
     model = Qwen3MoeForCausalLM.from_pretrained(base_directory, dtype=torch.float32).eval()
     if name is None:
         return model
     with torch.no_grad():
         for path, (factor_a, factor_b) in adapter_factors(name).items():
-            delta = (ALPHA / RANK) * (factor_b @ factor_a)
+            if without is not None and without in path:
+                continue
+            delta = (ALPHA / ADAPTERS[name].rank) * (factor_b @ factor_a)
             if ".experts." not in path:
                 model.get_submodule(path).weight.add_(delta)
-                continue
-            if not experts:
                 continue
             module, expert, projection = path.rsplit(".", 2)
             stacked = model.get_submodule(module)

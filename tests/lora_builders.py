@@ -29,8 +29,8 @@ PREFIX = "base_model.model.model.layers"
 
 
 def short_id(value: object) -> str:
-    """A readable test id: a class's name, or the first characters of anything else."""
-    return value.__name__ if isinstance(value, type) else re.sub(r"\W+", " ", str(value))[:30].strip()
+    """A readable test id: a class's or function's name, or the first characters of anything else."""
+    return getattr(value, "__name__", None) or re.sub(r"\W+", " ", str(value))[:30].strip()
 
 
 def base_fields(**changes: Any) -> dict[str, Any]:

@@ -222,6 +222,28 @@ def test_nan_of_the_source_never_makes_a_comparison_pass(tmp_path: Path) -> None
     assert "1 NaN or infinite values in 1 tensors" in next(c.detail for c in report.checks if not c.passed)
 
 
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize("orientation", ["standard", "swapped"])
+def test_square_factor_read_the_other_way_is_found(tmp_path: Path, packing: str, orientation: str) -> None:
+    """With E * r = H a transposed factor has the same shape; the conversion that read it so must not pass."""
+    base = make_base(hidden_size=32, moe_intermediate_size=12, num_local_experts=8)
+    tensors = encode(
+        Logical(rank=4, experts=8, hidden=32, inter=12), packing=packing, orientation=orientation
+    )
+    square = [name for name, tensor in tensors.items() if tensor.shape == (32, 32)]
+    assert len(square) == 2 * LAYERS
+    source = save_adapter(tmp_path / "source", tensors, r=4)
+    found = inspect_adapter(source, base, label=LABEL, forced=Packing(packing))
+    for number, name in enumerate(square):
+        turned = tensors | {name: tensors[name].T.contiguous()}
+        other = save_adapter(tmp_path / f"turned-{number}", turned, r=4)
+        misread = inspect_adapter(other, base, label=LABEL, forced=Packing(packing))
+        convert_adapter(misread.files, plan_conversion(misread.layout), tmp_path / f"made-{number}")
+        report = check_conversion(found.files, tmp_path / f"made-{number}", found.layout)
+        assert failed(report) == ["round_trip"]
+        assert next(check.where for check in report.checks if not check.passed) == name
+
+
 def test_control_fails_the_round_trip(tmp_path: Path) -> None:
     """The check is not blind to the packing: the other reading does not give the source back."""
     found = prepare(tmp_path)

@@ -84,6 +84,30 @@ def test_features_that_would_be_lost_are_refused(tmp_path: Path, field: str, val
     assert str(value) in caught.value.found
 
 
+def test_patterns_that_peft_sets_by_itself_are_explained(tmp_path: Path) -> None:
+    """The trainer named gate_proj and up_proj in target_modules and never heard of a pattern."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=20,
+        hidden_size=12,
+        moe_intermediate_size=7,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=6,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    named = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    get_peft_model(Qwen3MoeForCausalLM(config), named).save_pretrained(tmp_path)
+    with pytest.raises(
+        UnsupportedConfig, match=r"rank_pattern: found .*name the experts in target_parameters"
+    ):
+        read_adapter_config(tmp_path, label=LABEL)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "lora")],
@@ -125,6 +149,7 @@ def test_wrong_types_are_named(tmp_path: Path, field: str, value: Any, found: st
         (b'{"r": ' + b"9" * 5000 + b"}", "adapter_config.json"),
         (b"\xff", "not UTF-8"),
         (b"[" * 50_000, "nesting too deep"),
+        (b'{"r": 8, "lora_alpha": 1, "bias": "\\udc00"}', "half of a surrogate pair"),
     ],
     ids=short_id,
 )

@@ -84,6 +84,52 @@ def test_four_encodings_become_identical_bytes(tmp_path: Path, dtype: torch.dtyp
         assert torch.equal(found[key], tensor), key
 
 
+def stored_deltas(
+    tensors: dict[str, torch.Tensor], *, experts: int, rank: int, packing: str, orientation: str
+) -> dict[tuple[int, int, str], torch.Tensor]:
+    """Every expert's delta, summed from the stored numbers as the producers define them."""
+    deltas = {}
+    for layer, e in itertools.product(range(LAYERS), range(experts)):
+        for parameter, wrapper in (("gate_up_proj", "experts.base_layer"), ("down_proj", "experts")):
+            stored_a = tensors[f"{PREFIX}.{layer}.mlp.{wrapper}.lora_A.weight"]
+            stored_b = tensors[f"{PREFIX}.{layer}.mlp.{wrapper}.lora_B.weight"]
+            delta = torch.zeros(stored_b.shape[0], stored_a.shape[1])
+            for j in range(rank):
+                column = j * experts + e if packing == "rank_major" else e * rank + j
+                delta += stored_b[:, column, None] * stored_a[e * rank + j, None, :]
+            deltas[layer, e, parameter] = delta.T if orientation == "swapped" else delta
+    return deltas
+
+
+def converted_delta(found: dict[str, torch.Tensor], layer: int, e: int, parameter: str) -> torch.Tensor:
+    projections = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
+    return torch.cat(
+        [
+            found[expert_name(layer, e, name, "B")] @ found[expert_name(layer, e, name, "A")]
+            for name in projections
+        ]
+    )
+
+
+def test_square_factors_as_in_the_published_model(tmp_path: Path) -> None:
+    """E * r = H, as Qwen3-30B-A3B at rank 16: two of a layer's four tensors are square in every encoding."""
+    logical = Logical(rank=4, experts=8, hidden=32, inter=12)
+    base = make_base(hidden_size=32, moe_intermediate_size=12, num_local_experts=8)
+    digests = set()
+    for packing, orientation in ENCODINGS:
+        name = f"{packing}-{orientation}"
+        tensors = encode(logical, packing=packing, orientation=orientation)
+        assert sum(tensor.shape == (32, 32) for tensor in tensors.values()) == 2 * LAYERS
+        source = save_adapter(tmp_path / "source" / name, tensors, r=4)
+        assert inspect_adapter(source, base, label=LABEL).orientation == orientation
+        digests.add(convert(source, tmp_path / "made" / name, base, packing).files[1].sha256)
+        found = load_file(tmp_path / "made" / name / "adapter_model.safetensors")
+        expected = stored_deltas(tensors, experts=8, rank=4, packing=packing, orientation=orientation)
+        for key, delta in expected.items():
+            torch.testing.assert_close(converted_delta(found, *key), delta)
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
 def test_wrong_packing_gives_other_deltas(tmp_path: Path, packing: str, orientation: str) -> None:
     """Same shapes, same sizes, another model: this is why the packing has to be proved."""
@@ -108,20 +154,10 @@ def test_deltas_equal_a_plain_loop_over_the_source(tmp_path: Path, packing: str,
     source = save_adapter(tmp_path / "source", tensors)
     convert(source, tmp_path / "made", make_base(), packing)
     found = load_file(tmp_path / "made" / "adapter_model.safetensors")
-    for layer, e in itertools.product(range(LAYERS), range(EXPERTS)):
-        stored_a = tensors[f"{PREFIX}.{layer}.mlp.experts.base_layer.lora_A.weight"]
-        stored_b = tensors[f"{PREFIX}.{layer}.mlp.experts.base_layer.lora_B.weight"]
-        delta = torch.zeros(stored_b.shape[0], stored_a.shape[1])
-        for j in range(RANK):
-            column = j * EXPERTS + e if packing == "rank_major" else e * RANK + j
-            delta += stored_b[:, column, None] * stored_a[e * RANK + j, None, :]
-        delta = delta.T if orientation == "swapped" else delta
-        made = [
-            found[expert_name(layer, e, name, "B")] @ found[expert_name(layer, e, name, "A")]
-            for name in ("gate_proj", "up_proj")
-        ]
-        torch.testing.assert_close(torch.cat(made), delta)
-        assert not torch.allclose(made[0], made[1])
+    expected = stored_deltas(tensors, experts=EXPERTS, rank=RANK, packing=packing, orientation=orientation)
+    for key, delta in expected.items():
+        torch.testing.assert_close(converted_delta(found, *key), delta)
+        assert not torch.allclose(*delta.chunk(2))
 
 
 def test_equal_experts_and_rank_are_not_degenerate(tmp_path: Path) -> None:

@@ -241,6 +241,28 @@ def test_setting_of_a_new_unsloth_zoo_is_no_contradiction() -> None:
             PackingUndecided,
             "adapter_config.json: unsloth_fused_expert_lora.parameters.down_proj.lora_B_layout",
         ),
+        # A summary that names one packing cannot speak against a "mixed" that nothing resolves.
+        (
+            {"lora_B_layout": "rank_major", "unsloth_fused_expert_lora": {"lora_B_layout": "mixed"}},
+            PackingUndecided,
+            "adapter_config.json: unsloth_fused_expert_lora.lora_B_layout",
+        ),
+        (
+            {
+                "lora_B_layout": "rank_major",
+                "auto_mapping": {"unsloth_fused_expert_lora": marker(down_proj="mixed")},
+            },
+            PackingUndecided,
+            "adapter_config.json: auto_mapping.unsloth_fused_expert_lora.parameters.down_proj.lora_B_layout",
+        ),
+        (
+            {
+                "unsloth_fused_expert_lora": {"lora_B_layout": "mixed"} | marker(gate_up_proj="rank_major"),
+                "lora_B_layout": "rank_major",
+            },
+            PackingUndecided,
+            "adapter_config.json: unsloth_fused_expert_lora.lora_B_layout",
+        ),
         ({"lora_B_layout": "striped"}, InvalidConfig, "adapter_config.json: lora_B_layout"),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from lora_builders import LABEL
+from lora_builders import LABEL, unpack_wheel
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -25,8 +28,8 @@ EXPERTS, RANK, LAYERS = 4, 3, 2
 TOKENS = torch.tensor([[3, 41, 7, 22, 9, 17, 30, 2], [11, 5, 48, 26, 33, 8, 1, 19]])
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[Qwen3MoeForCausalLM]:
+def build_model() -> Qwen3MoeForCausalLM:
+    """The same random numbers at each call."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=50,
@@ -45,7 +48,12 @@ def model() -> Iterator[Qwen3MoeForCausalLM]:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.4)
-    yield made
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3MoeForCausalLM]:
+    yield build_model()
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -136,3 +144,42 @@ def test_peft_loads_the_output(tmp_path: Path, model: Qwen3MoeForCausalLM) -> No
     convert_adapter(wrong.files, plan_conversion(wrong.layout), tmp_path / "wrong")
     misread = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "wrong").eval()
     assert (logits(misread) - expected).abs().max() > 0.1
+
+
+OLD_PEFT = """
+import sys
+from pathlib import Path
+import peft, test_lora_peft as here
+from safetensors.torch import save_file
+expected = here.train(here.build_model(), Path(sys.argv[1]), router=True, rslora=False)
+save_file({"logits": expected}, sys.argv[2])
+print(peft.__version__)
+"""
+
+
+@pytest.mark.real
+def test_swapped_files_of_an_older_peft(tmp_path: Path, model: Qwen3MoeForCausalLM) -> None:
+    """PEFT 0.18.1 takes a parameter's two sizes the other way round, and its files show it."""
+    package = unpack_wheel("peft", "0.18.1", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_PEFT, tmp_path / "adapter", tmp_path / "logits"],
+        env=os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{Path(__file__).parent}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "0.18.1"
+    expected = load_file(tmp_path / "logits")["logits"]
+    found = look(tmp_path / "adapter")
+    assert found.orientation == "swapped"
+    plan = plan_conversion(found.layout)
+    convert_adapter(found.files, plan, tmp_path / "made")
+    convert_adapter(found.files, plan_control(plan), tmp_path / "control")
+    scaling = effective_scaling(found.layout.config)
+    torch.testing.assert_close(
+        logits(merge(model, tmp_path / "made", scaling)), expected, rtol=1e-4, atol=1e-4
+    )
+    effect = (expected - logits(model)).abs().max()
+    assert effect > 1
+    assert (logits(merge(model, tmp_path / "control", scaling)) - expected).abs().max() > 0.1 * effect

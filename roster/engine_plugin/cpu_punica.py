@@ -109,7 +109,8 @@ class CpuPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         """Add the output head's LoRA to the logits `y` `(requests, vocabulary)` of sampled tokens.
 
         Rows that are not one per request belong to prompt log-probabilities; vLLM does not say whose they are, and
-        they stay without the head's LoRA, as on a GPU.
+        they stay without the head's LoRA, as on a GPU. As many prompt rows as there are requests cannot be told from
+        sampled ones; that matters only where an adapter on the head itself is loaded.
         """
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])

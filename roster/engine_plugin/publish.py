@@ -1,6 +1,7 @@
 """Plugin `adapter_roster_publish`: a running engine tells which vLLM it is and how it applies LoRA (engine.json).
 
-Written once per server, by the process that holds the LoRA manager, as soon as the model's modules are wrapped.
+Written once per server, by the process that holds the LoRA manager, as soon as the model's modules are wrapped; and
+before that, the wrapped routers are put where the experts look for them (`routers`), so that engine.json is true.
 Nothing of vLLM is imported before `register` runs, for the reason given in `cpu_moe`.
 """
 
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from roster.engine_plugin import cpu_moe
 from roster.engine_plugin.errors import PluginMissingError, PublishSettingsError
+from roster.engine_plugin.routers import connect_routers
 from roster.engine_plugin.settings import PLUGIN_VERSION, PUBLISHED_LOG_LINE, PluginSettings
 from roster.serving_engine import EngineInfo
 
@@ -19,7 +21,7 @@ _WRAPPED = "_adapter_roster_publishes"
 
 
 def register() -> None:
-    """Have vLLM's LoRA manager publish engine.json once it exists; does nothing the second time.
+    """Have vLLM's LoRA manager connect its routers and publish engine.json; does nothing the second time.
 
     The manager then raises, which stops the engine: PluginMissingError when it would serve expert LoRA on a CPU
     without our expert plugin, and whatever `publish` raises.
@@ -33,6 +35,7 @@ def register() -> None:
     @functools.wraps(original)
     def init_and_publish(self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         original(self, *args, vllm_config=vllm_config, **kwargs)
+        connect_routers(self)
         if vllm_config.parallel_config.rank == 0:
             publish(describe_engine(self, vllm_config), PluginSettings())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-PLUGIN_VERSION = "1"
+PLUGIN_VERSION = "2"
 """Version of what the plugins do to vLLM; part of engine.json, raised with every change that can move a score."""
 
 PINNED_VLLM = "0.32.0"

@@ -64,10 +64,6 @@ class Engine:
         """The names of the base and of all adapters that are loaded now."""
         return tuple(card.id for card in self._model_cards())
 
-    def loaded_adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that are loaded now."""
-        return tuple(card.id for card in self._model_cards() if card.parent is not None)
-
     def max_model_len(self) -> int:
         """The longest prompt and completion together, in tokens."""
         for card in self._model_cards():

@@ -41,6 +41,12 @@ _REFUSED_FIELDS = (
     "velora_config",
 )
 
+# Seen with PEFT 0.19.0 and 0.21.2 on transformers 5.24, whose experts are stacked parameters.
+_PATTERN_ADVICE = (
+    "Train with one rank and one alpha. If you set no pattern, PEFT did: from 0.19 on it turns gate_proj and up_proj "
+    "in target_modules into a stacked parameter of twice the rank; name the experts in target_parameters instead."
+)
+
 # Fields that say how training went or what it aimed at; they do not change what the factors mean.
 _HARMLESS_FIELDS = frozenset(
     (
@@ -164,7 +170,8 @@ def list_config_warnings(config: AdapterConfig) -> tuple[str, ...]:
 
 def _refuse_features(config: AdapterConfig, label: str) -> None:
     def refuse(field: str, expected: str, found: object) -> UnsupportedConfig:
-        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200])
+        advice = _PATTERN_ADVICE if field in ("rank_pattern", "alpha_pattern") else ""
+        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200], advice)
 
     if config.peft_type is not None and config.peft_type.upper() != "LORA":
         raise refuse("peft_type", "LORA", config.peft_type)

@@ -20,6 +20,11 @@ MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 METADATA_KEY = "__metadata__"
 
+# Far beyond any adapter; products of longer or larger shapes take Python minutes, and more digits than it prints.
+_MOST_DIMENSIONS = 8
+_MOST_DIGITS = 40
+_LIMIT = 10**_MOST_DIGITS
+
 _DTYPES = ", ".join(ITEM_BYTES)
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -103,8 +108,10 @@ def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         raise corrupt("a dtype that is text", dtype)
-    if not _is_natural_list(shape):
-        raise corrupt("a shape of whole numbers", shape)
+    if not _is_natural_list(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise corrupt(
+            f"a shape of at most {_MOST_DIMENSIONS} whole numbers of at most {_MOST_DIGITS} digits", shape
+        )
     if not _is_natural_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise corrupt("data_offsets [begin, end]", offsets)
     if dtype not in ITEM_BYTES:
@@ -118,7 +125,7 @@ def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str)
 
 
 def _is_natural_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LIMIT for item in value)
 
 
 def format_header(tensors: Sequence[TensorSpec]) -> bytes:

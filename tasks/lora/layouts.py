@@ -1,4 +1,4 @@
-"""How the factors of all experts are stacked in one tensor, and the way in and out.
+"""How the factors of all experts are stacked in one tensor, and the way out.
 
 Letters: E experts, r rank. Source: PEFT tuners/lora/layer.py, ParamWrapper: 0.19.1 to 0.21.2 standard,
 earlier ones swapped for parameters stored (E, out, in); unsloth_zoo <= 2026.9.5
@@ -51,51 +51,22 @@ class Orientation(StrEnum):
         return Factor.B if factor is Factor.A else Factor.A
 
 
-def unstack(
-    a: Tensor, b: Tensor, *, experts: int, packing: Packing, orientation: Orientation
-) -> tuple[Tensor, Tensor]:
-    """Return A (E, rank, in) and B (E, out, rank) of every expert; the delta of e is B[e] @ A[e].
-
-    a, b: the stored pair; standard (E·rank, in) and (out, E·rank), swapped (E·rank, out) and (in, E·rank).
-    Views or copies of the same values, in the same dtype.
-    """
-    stored = {Factor.A: a, Factor.B: b}
-    factor_a, factor_b = (
-        unstack_factor(
-            stored[orientation.stored(factor)],
-            factor,
-            experts=experts,
-            packing=packing,
-            orientation=orientation,
-        )
-        for factor in (Factor.A, Factor.B)
-    )
-    return factor_a, factor_b
-
-
 def unstack_factor(
     stored: Tensor, factor: Factor, *, experts: int, packing: Packing, orientation: Orientation
 ) -> Tensor:
     """Return one factor of every expert, A (E, rank, in) or B (E, out, rank), from the tensor that holds it.
 
-    The stored lora_A always has its experts slowest along its rows; the packing is lora_B's alone.
+    stored: whichever of the pair holds the factor; lora_A (E·rank, x) or lora_B (x, E·rank). lora_A always has its
+    experts slowest along its rows; the packing is lora_B's alone. The delta of expert e is B[e] @ A[e].
     """
     if orientation.stored(factor) is Factor.A:
         each = stored.reshape(experts, -1, stored.shape[1])
     elif packing is Packing.RANK_MAJOR:
-        each = stored.reshape(-1, experts).T.reshape(experts, stored.shape[0], -1)
+        # A copy, because torch transposes two dimensions six times faster than it rearranges three.
+        each = stored.reshape(-1, experts).T.contiguous().reshape(experts, stored.shape[0], -1)
     else:
         each = stored.reshape(stored.shape[0], experts, -1).permute(1, 0, 2)
     return each if orientation is Orientation.STANDARD else each.transpose(1, 2)
-
-
-def stack(a: Tensor, b: Tensor, *, packing: Packing, orientation: Orientation) -> tuple[Tensor, Tensor]:
-    """Return the pair that `unstack` reads as a (E, rank, in) and b (E, out, rank)."""
-    if orientation is Orientation.SWAPPED:
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
-    stored_a = a.reshape(-1, a.shape[2])
-    order = (1, 2, 0) if packing is Packing.RANK_MAJOR else (1, 0, 2)
-    return stored_a, b.permute(order).reshape(b.shape[1], -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,8 +142,9 @@ def _list_marker_statements(parameter: str, config: AdapterConfig) -> list[tuple
 
 def _refuse_mixed(markers: list[tuple[str, str]], adapter: str) -> None:
     """A summary may say "mixed" if the parameter's own field says which; that field itself may not."""
-    mixed = [where for where, said in markers if said == MIXED]
-    if mixed and (".parameters." in mixed[0] or len(mixed) == len(markers)):
+    own = [(where, said) for where, said in markers if ".parameters." in where]
+    mixed = [where for where, said in own or markers if said == MIXED]
+    if mixed:
         raise PackingUndecided(adapter, f"{CONFIG_NAME}: {mixed[0]}", _NAMES, repr(MIXED))
 
 

@@ -165,12 +165,13 @@ def _compare_modules(
 def _note_values(names: list[str], block: torch.Tensor, findings: Findings) -> torch.Tensor:
     """Return (len(names),): which tensors of the block hold anything but zeros. Overwrites the block."""
     magnitudes = take_magnitudes(block)
-    if count_nonfinite(magnitudes, block.dtype):
+    peaks = magnitudes.flatten(1).amax(dim=1)
+    if count_nonfinite(peaks, block.dtype):
         for name, part in zip(names, magnitudes, strict=True):
             count = count_nonfinite(part, block.dtype)
             if count:
                 findings.nonfinite.append((name, count))
-    return magnitudes.flatten(1).amax(dim=1) != 0
+    return peaks != 0
 
 
 def _read_block(reader: TensorReader, entries: list[TensorEntry]) -> torch.Tensor:

@@ -9,15 +9,21 @@ from typing import NoReturn
 def parse_strict_json(data: bytes) -> object:
     """Return the value that `data` spells.
 
-    Raises ValueError, with a short reason, for anything but UTF-8 JSON: repeated keys, NaN and Infinity,
-    numbers too long for the parser and nesting too deep for it included.
+    Raises ValueError, with a short reason, for anything but UTF-8 JSON: repeated keys, NaN and Infinity, halves of
+    surrogate pairs, numbers too long for the parser and nesting too deep for it included.
     """
     try:
-        return json.loads(
+        value: object = json.loads(
             data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_refuse_constant
         )
+        # Half a pair, which only an escape can spell, is text that nothing later could write down.
+        if rb"\u" in data:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except UnicodeDecodeError as error:
         raise ValueError(f"bytes that are not UTF-8 at position {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair, {error.object[error.start]!a}") from error
     except RecursionError as error:
         raise ValueError("nesting too deep to be real") from error
     except json.JSONDecodeError as error:
