@@ -39,7 +39,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ROSTER_", extra="forbid")
 
     home: Path = Path(".roster")  # working files, the catalog, the embedded services' state
-    store_endpoint: str | None = None  # None with a bucket set: the cloud provider's own endpoint
+    # None with a bucket set: the cloud provider's own endpoint
+    store_endpoint: str | None = Field(None, pattern=r"^https?://[^/]+")
     store_bucket: str = "roster"
     store_region: str = "us-east-1"
     store_access_key: str | None = None

@@ -120,6 +120,18 @@ def read_base(store: S3Store, name: str) -> Base:
     return Base(name, config, document, base_digest(config, document.weights_digest))
 
 
+def find_base(store: S3Store, name: str) -> Base | None:
+    """Return the base that is registered under this name, or under a name that has it as an alias; else None.
+
+    Raises InvalidDocument, StoreUnavailable, StoreNotTrusted.
+    """
+    names = list_bases(store)
+    if name in names:
+        return read_base(store, name)
+    bases = (read_base(store, other) for other in names)
+    return next((base for base in bases if name in base.document.aliases), None)
+
+
 def list_bases(store: S3Store) -> tuple[str, ...]:
     """Return the names of the registered bases, sorted.
 

@@ -41,7 +41,7 @@ def inspect(job: Job) -> Step:
 
     def work() -> Result:
         found = read_source(job)
-        record = inspection_record(found)
+        record = inspection_record(found) | {"base": job.base.name}
         record["warnings"] = [*found.warnings, *job.upload.warnings]
         return Result(Outcome.DONE, record)
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from storage.bases import Base, BaseDocument, BaseEngine, TargetFormat, register_base, weights_digest
+from storage.bases import (
+    Base,
+    BaseDocument,
+    BaseEngine,
+    TargetFormat,
+    find_base,
+    register_base,
+    weights_digest,
+)
 from storage.documents import decode_document, format_time, utc_now
 from storage.errors import InvalidName
 from storage.keys import TRAINING_FILE, check_base, parse_heldout_ref
@@ -40,7 +48,16 @@ def submit_adapter(
     """
     name = format_time(utc_now()).lower().replace(":", "") if run is None else run
     stated = _stated(directory, trainer, reference, heldout)
-    marker = submit_upload(store, directory, author, name, base, training=stated, progress=progress)
+    registered = find_base(store, base)
+    marker = submit_upload(
+        store,
+        directory,
+        author,
+        name,
+        registered.name if registered else base,
+        training=stated,
+        progress=progress,
+    )
     return read_upload(store, marker.author, marker.run)
 
 
@@ -57,15 +74,20 @@ def add_base(
 ) -> Base:
     """Register a base, after its config has been understood and its weights have been read for their digest.
 
+    Registered again it keeps its exclusions and, where none are given, its aliases.
+
     Raises:
         InvalidName, UnknownFamily, InvalidBaseConfig: see `check_base_config`.
         NoWeights, InvalidDocument, NameTaken, StoreUnavailable: see `storage.bases`.
     """
     check_base_config(name, config)
     path = config / BASE_CONFIG_NAME if config.is_dir() else config
+    known = find_base(store, name)
+    before = known.document if known else None
     document = BaseDocument(
         base=name,
-        aliases=aliases,
+        aliases=aliases or (before.aliases if before else ()),
+        exclusions=before.exclusions if before else (),
         served_model=served_model,
         weights_digest=weights_digest(weights, progress) if weights else None,
         engine=BaseEngine(url=engine_url),

@@ -145,3 +145,26 @@ def add_tiny_base(store: S3Store, name: str = BASE, **changes: Any) -> None:
     register_base(store, json.dumps(base_fields(**changes)).encode(), document)
     info = EngineInfo.model_validate_json((EXAMPLES / "engine.json").read_bytes())
     put_document(store, engine_key(name), info.model_copy(update={"served_model": (name,)}))
+
+
+def spoil_by_removing_a_factor(folder: Path) -> None:
+    tensors = {**encode(Logical()), **attention()}
+    del tensors["base_model.model.model.layers.1.mlp.experts.lora_B.weight"]
+    save_adapter(folder, tensors)
+
+
+class OnLoad(dict[str, BaseException]):
+    """Does something when an adapter whose name begins so is loaded, and raises what that returns, if anything."""
+
+    def __init__(self, start: str, then: Callable[[str], BaseException | None]) -> None:
+        super().__init__()
+        self.start, self.then = start, then
+        self.found: BaseException | None = None
+
+    def __contains__(self, name: object) -> bool:
+        self.found = self.then(str(name)) if str(name).startswith(self.start) else None
+        return self.found is not None
+
+    def __getitem__(self, name: str) -> BaseException:
+        assert self.found is not None
+        return self.found

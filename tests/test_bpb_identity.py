@@ -1,4 +1,4 @@
-"""measure_id and engine_id: what changes them and what does not. Also: every error survives pickling."""
+"""measure_id: what changes it and what does not. Also: every error survives pickling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.bpb.errors import (
     WindowInvalid,
 )
 from tasks.bpb.heldout import UnitKind
-from tasks.bpb.identity import EngineFacts, engine_id, measure_id
+from tasks.bpb.identity import measure_id
 from tasks.bpb.protocol import BosRule
 
 
@@ -60,20 +60,6 @@ def test_each_part_of_measure_id_counts_but_the_order_of_sets() -> None:
     ]
     assert len({an_id(), *others}) == 7
     assert an_id(("bb", "aa")) == an_id()
-
-
-def test_each_part_of_engine_id_counts_but_the_order_of_flags() -> None:
-    flags = (("max_lora_rank", "16"), ("enforce_eager", "true"))
-    first = EngineFacts("0.32.0", "float32", None, flags)
-    others = [
-        EngineFacts("0.32.1", "float32", None, flags),
-        EngineFacts("0.32.0", "bfloat16", None, flags),
-        EngineFacts("0.32.0", "float32", "fp8", flags),
-        EngineFacts("0.32.0", "float32", None, (("max_lora_rank", "32"), ("enforce_eager", "true"))),
-    ]
-    assert len({engine_id(facts) for facts in (first, *others)}) == 5
-    assert engine_id(EngineFacts("0.32.0", "float32", None, flags[::-1])) == engine_id(first)
-    assert len(engine_id(first)) == 16
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from storage.bases import (
     BaseDocument,
     BaseEngine,
     TargetFormat,
+    find_base,
     list_bases,
     read_base,
     register_base,
@@ -62,6 +63,12 @@ def test_the_digest_sees_config_and_weights_but_no_addresses(store: S3Store) -> 
     ]
     assert len({first.digest, *(base.digest for base in others)}) == 4
     assert read_base(store, "tiny") == others[-1]
+
+
+def test_a_base_is_found_by_its_aliases_too(store: S3Store) -> None:
+    registered = register_base(store, CONFIG, document(aliases=("Org/Tiny",)))
+    assert find_base(store, "tiny") == find_base(store, "Org/Tiny") == registered
+    assert find_base(store, "Org/Other") is None
 
 
 def test_an_unknown_base_is_named_with_the_known_ones(store: S3Store) -> None:

@@ -49,7 +49,7 @@ def submit(
     author:
         Whose adapter it is: lower-case letters, digits, '.', '_', '-'.
     base:
-        A registered base (roster base add).
+        A registered base, or an alias of one (roster base add).
     run:
         This training run's name; the time of submission if left out.
     trainer:
@@ -62,15 +62,14 @@ def submit(
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
     from flows.events import announce_upload
-    from storage.bases import list_bases
+    from storage.bases import find_base, list_bases
     from tasks.submission import submit_adapter
 
     settings = load_settings()
     connect_prefect(settings)
     store = open_store(settings)
-    bases = list_bases(store)
-    if base not in bases:
-        known = ", ".join(bases) or "none"
+    if find_base(store, base) is None:
+        known = ", ".join(list_bases(store)) or "none"
         note(f"warning: base {base} is not registered (there is: {known}); the adapter waits until it is")
     try:
         with byte_progress("uploading") as progress:
