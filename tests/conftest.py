@@ -11,10 +11,19 @@ from store_builders import memory_store
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    """A real Prefect server for flows that run in this process; it takes seconds to start."""
+    """A real Prefect server for flows that run in this process; it takes seconds to start.
+
+    Without heartbeats, whose thread takes a second to end after each run, and without logs sent to the server.
+    """
+    from prefect.settings import (
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOGGING_TO_API_ENABLED,
+        temporary_settings,
+    )
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=120):
+    quiet = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None, PREFECT_LOGGING_TO_API_ENABLED: False}
+    with prefect_test_harness(server_startup_timeout=120), temporary_settings(quiet):
         yield
 
 

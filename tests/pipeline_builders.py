@@ -70,7 +70,7 @@ class Desk:
         self.submitted[author] = upload
         return upload
 
-    def heldout(self, author: str, *, units: int = 30, length: int = 400) -> None:
+    def heldout(self, author: str, *, units: int = 24, length: int = 330) -> None:
         lines = (
             json.dumps(
                 {"id": f"u{n}", "text": f"{author} wrote text number {n}. " + chr(97 + n % 26) * length}

@@ -21,6 +21,8 @@ from tasks.engines import engine_lease
 from tasks.errors import LeaseLost, LeaseNotGranted
 from tasks.outcomes import Code, rule
 
+pytestmark = pytest.mark.real  # more flow runs on a real Prefect server than the fast tests have time for
+
 
 def refusal(name: str) -> EngineRefused:
     return EngineRefused(name, "/x", 500, "Call to add_lora method failed: ")

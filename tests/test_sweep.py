@@ -18,7 +18,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled
-from prefect.testing.utilities import prefect_test_harness
 from store_builders import make_adapter_directory, make_step, memory_store, submit_directory
 
 import flows.asking
@@ -43,11 +42,9 @@ LOG = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module")
-def deployed() -> Iterator[None]:
+def deployed(prefect_server: None) -> None:
     """A real Prefect server that has our deployments, and no worker."""
-    with prefect_test_harness(server_startup_timeout=120):
-        deploy()
-        yield
+    deploy()
 
 
 @pytest.fixture
@@ -177,12 +174,14 @@ def end_run(author: str, state: State[Any]) -> None:
                 client.set_flow_run_state(run.id, state, force=True)
 
 
+@pytest.mark.real
 def test_the_same_request_starts_one_run(deployed: None) -> None:
     assert request_onboard("ash", "run-1", key="ash/run-1/s")
     assert request_onboard("ash", "run-1", key="ash/run-1/s")
     assert states_of("ash") == ["Scheduled"]
 
 
+@pytest.mark.real
 def test_a_run_that_died_is_followed_by_another_after_a_pause(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +196,7 @@ def test_a_run_that_died_is_followed_by_another_after_a_pause(
     assert states_of("elm") == ["Crashed", "Scheduled"]
 
 
+@pytest.mark.real
 def test_a_run_that_refused_its_upload_is_not_repeated(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +207,7 @@ def test_a_run_that_refused_its_upload_is_not_repeated(
     assert states_of("yew") == ["Refused: ambiguous_upload"]
 
 
+@pytest.mark.real
 def test_uploads_that_cannot_be_started_do_not_keep_others_waiting(
     deployed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def fake_upload(author: str) -> Any:
     return SimpleNamespace(marker=marker, adapter_digest="ab" * 32)
 
 
+@pytest.mark.real
 def test_an_event_sent_twice_starts_one_run(deployed: None) -> None:
     settings: Any = SimpleNamespace(prefect_api_url=PREFECT_API_URL.value())
     for _ in range(3):
