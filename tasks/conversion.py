@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tasks.lora.convert import ConvertedFiles, convert_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.plan import ConversionPlan, plan_control, plan_conversion
 from tasks.lora.trainers import TrainingStatement
-from tasks.lora.write import Progress
+from tasks.lora.write import Progress, WrittenFile
 from tasks.transfer import fetch_directory, recorded_files
 
 
@@ -198,8 +199,12 @@ def write_converted(
 ) -> Converted:
     """One planned directory, written and named by digest."""
     made = convert_adapter(found.files, plan, destination, progress)
-    digests = [FileDigest(file.name, file.bytes, file.sha256) for file in made.files]
-    return Converted(made, directory_digest(digests))
+    return Converted(made, written_digest(made.files))
+
+
+def written_digest(files: Iterable[WrittenFile]) -> str:
+    """The digest of a converted directory, of the files that were or would be written to it."""
+    return directory_digest(FileDigest(file.name, file.bytes, file.sha256) for file in files)
 
 
 def _convert_both(job: Job) -> tuple[Converted, Converted, ConversionPlan]:

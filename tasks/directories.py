@@ -8,10 +8,17 @@ from typing import Any
 from storage.digests import directory_digest, is_adapter_file, sha256_file
 from storage.keys import TRAINING_FILE
 from storage.training import parse_training
-from tasks.conversion import conversion_record, inspection_record, training_statement, write_converted
+from tasks.conversion import (
+    conversion_record,
+    inspection_record,
+    training_statement,
+    write_converted,
+    written_digest,
+)
 from tasks.lora.base import BaseConfig
 from tasks.lora.check import CheckReport, check_conversion
 from tasks.lora.config import read_adapter_config
+from tasks.lora.convert import digest_adapter
 from tasks.lora.files import open_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
@@ -24,15 +31,18 @@ def inspect_directory(
 ) -> dict[str, Any]:
     """What `roster inspect --json` prints of an adapter's directory; `packing` forces a reading.
 
-    The adapter's digest is None with `header_only`, the output's always: nothing is converted.
+    The output's digest is that of the files that `convert_directory` would write. With `header_only` both are None.
 
     Raises:
         AdapterError: it cannot be read as an adapter of that base.
         InvalidDocument: its training.json cannot be read.
     """
-    _, record = _inspect(directory, base, packing=packing, header_only=header_only)
-    record["adapter_digest"] = None if header_only else adapter_digest(directory)
-    record["output_digest"] = None
+    found, record = _inspect(directory, base, packing=packing, header_only=header_only)
+    record |= {"adapter_digest": None, "output_digest": None}
+    if not header_only:
+        made = digest_adapter(found.files, plan_conversion(found.layout))
+        record["adapter_digest"] = adapter_digest(directory)
+        record["output_digest"] = written_digest(made)
     return record
 
 

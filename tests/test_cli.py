@@ -160,8 +160,10 @@ def test_what_training_json_does_not_know_is_told(offline: Roster, desk: Path) -
 
 
 def test_convert_then_check(offline: Roster, desk: Path) -> None:
+    found = offline("inspect", "trained/ash", "--base", "models/tiny", "--json").document
     made = offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny", "--json").document
     assert set(made) >= INSPECT_KEYS
+    assert found["output_digest"] == made["output_digest"], "inspect says what convert will write"
     assert made["format"] == "per-expert"
     assert made["adapter_digest"] == digest_of(desk / "trained" / "ash")
     assert made["output_digest"] == digest_of(desk / "serving" / "ash")

@@ -26,7 +26,7 @@ from lora_builders import (
 from safetensors.torch import load_file
 
 from tasks.lora.base import BaseConfig
-from tasks.lora.convert import ConvertedFiles, convert_adapter
+from tasks.lora.convert import ConvertedFiles, convert_adapter, digest_adapter
 from tasks.lora.errors import CorruptFile, DestinationExists
 from tasks.lora.inspect import inspect_adapter
 from tasks.lora.layouts import Packing
@@ -294,6 +294,8 @@ def test_digests_sizes_and_progress_are_those_of_the_files(tmp_path: Path) -> No
     assert plan.predicted_bytes == weights
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert steps[-1] == (weights, weights)
+    assert digest_adapter(found.files, plan) == made.files, "known without writing anything"
+    assert digest_adapter(found.files, plan_control(plan)) != made.files
 
 
 class Killed(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from tasks.lora.config import smallest_max_lora_rank
 from tasks.lora.files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles
+from tasks.lora.header import format_header
 from tasks.lora.layouts import unstack_factor
 from tasks.lora.names import Factor
 from tasks.lora.plan import ConversionPlan, ExpertTake, PlannedTensor
@@ -60,6 +62,23 @@ def convert_adapter(
         max_lora_rank=smallest_max_lora_rank(plan.rank),
         dtype=plan.dtype,
         format=FORMAT,
+    )
+
+
+def digest_adapter(source: AdapterFiles, plan: ConversionPlan) -> tuple[WrittenFile, ...]:
+    """Return the files that `convert_adapter` would write, without writing them.
+
+    Raises CorruptFile if the source shrank meanwhile.
+    """
+    specs = [tensor.spec for tensor in plan.tensors]
+    weights = hashlib.sha256(format_header(specs))
+    with open_tensors(source) as reader:
+        for block in _list_blocks(reader, plan):
+            weights.update(block)
+    config = format_adapter_config(plan)
+    return (
+        WrittenFile(CONFIG_NAME, len(config), hashlib.sha256(config).hexdigest()),
+        WrittenFile(WEIGHTS_NAME, plan.predicted_bytes, weights.hexdigest()),
     )
 
 
