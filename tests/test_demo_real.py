@@ -165,7 +165,7 @@ def test_the_commands_of_the_readme(demo: Demo) -> None:
     bash = ["bash", "-euxo", "pipefail", "-c", look]
     ran = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    for said in ("alder", "Serve-ready", "gorse", "control"):
+    for said in ("alder", "own BPB", "control_not_worse", "the declared packing is wrong"):
         assert said in ran.stdout
     left = subprocess.run(
         ["grep", "-lsz", f"^ROSTER_SUPERVISED={HOME};", *map(str, Path("/proc").glob("[0-9]*/environ"))],
