@@ -176,9 +176,9 @@ def end_run(author: str, state: State[Any]) -> None:
 
 @pytest.mark.real
 def test_the_same_request_starts_one_run(deployed: None) -> None:
-    assert request_onboard("ash", "run-1", key="ash/run-1/s")
-    assert request_onboard("ash", "run-1", key="ash/run-1/s")
-    assert states_of("ash") == ["Scheduled"]
+    assert request_onboard("swept-ash", "run-1", key="swept-ash/run-1/s")
+    assert request_onboard("swept-ash", "run-1", key="swept-ash/run-1/s")
+    assert states_of("swept-ash") == ["Scheduled"]
 
 
 @pytest.mark.real
@@ -186,14 +186,14 @@ def test_a_run_that_died_is_followed_by_another_after_a_pause(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before its first step, a run leaves nothing by which the sweep's next key would differ."""
-    request_onboard("elm", "run-1", key="elm/run-1/s")
-    end_run("elm", Crashed(message="the worker is gone"))
-    assert not request_onboard("elm", "run-1", key="elm/run-1/s")
-    assert states_of("elm") == ["Crashed"], "not at once"
+    request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
+    end_run("swept-elm", Crashed(message="the worker is gone"))
+    assert not request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
+    assert states_of("swept-elm") == ["Crashed"], "not at once"
     monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
-    assert request_onboard("elm", "run-1", key="elm/run-1/s")
-    assert request_onboard("elm", "run-1", key="elm/run-1/s")
-    assert states_of("elm") == ["Crashed", "Scheduled"]
+    assert request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
+    assert request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
+    assert states_of("swept-elm") == ["Crashed", "Scheduled"]
 
 
 @pytest.mark.real
@@ -201,10 +201,10 @@ def test_a_run_that_refused_its_upload_is_not_repeated(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
-    request_onboard("yew", "run-1", key="yew/run-1/s")
-    end_run("yew", Failed(name="Refused: ambiguous_upload"))
-    assert not request_onboard("yew", "run-1", key="yew/run-1/s")
-    assert states_of("yew") == ["Refused: ambiguous_upload"]
+    request_onboard("swept-yew", "run-1", key="swept-yew/run-1/s")
+    end_run("swept-yew", Failed(name="Refused: ambiguous_upload"))
+    assert not request_onboard("swept-yew", "run-1", key="swept-yew/run-1/s")
+    assert states_of("swept-yew") == ["Refused: ambiguous_upload"]
 
 
 @pytest.mark.real
@@ -265,13 +265,13 @@ def fake_upload(author: str) -> Any:
 def test_an_event_sent_twice_starts_one_run(deployed: None) -> None:
     settings: Any = SimpleNamespace(prefect_api_url=PREFECT_API_URL.value())
     for _ in range(3):
-        assert announce_upload(settings, fake_upload("fir"))
-    assert announce_upload(settings, fake_upload("gorse"))
+        assert announce_upload(settings, fake_upload("swept-fir"))
+    assert announce_upload(settings, fake_upload("swept-gorse"))
     deadline = time.monotonic() + 30
-    while not (states_of("gorse") and states_of("fir")) and time.monotonic() < deadline:
+    while not (states_of("swept-gorse") and states_of("swept-fir")) and time.monotonic() < deadline:
         time.sleep(0.2)
     time.sleep(1)  # the repeats were received before these, and are dealt with side by side
-    assert (states_of("fir"), states_of("gorse")) == (["Scheduled"], ["Scheduled"])
+    assert (states_of("swept-fir"), states_of("swept-gorse")) == (["Scheduled"], ["Scheduled"])
 
 
 def test_an_event_is_given_up_quickly_when_prefect_is_down() -> None:
@@ -281,7 +281,7 @@ def test_an_event_is_given_up_quickly_when_prefect_is_down() -> None:
     settings: Any = SimpleNamespace(prefect_api_url=url)
     begun = time.monotonic()
     with temporary_settings({PREFECT_API_URL: url}):
-        assert not announce_upload(settings, fake_upload("ash"))
+        assert not announce_upload(settings, fake_upload("swept-ash"))
     assert time.monotonic() - begun < 7
 
 
@@ -302,10 +302,10 @@ def test_an_event_is_given_up_when_something_else_answers() -> None:
         url = f"http://127.0.0.1:{server.server_address[1]}/api"
         settings: Any = SimpleNamespace(prefect_api_url=url)
         with temporary_settings({PREFECT_API_URL: url}):
-            assert not announce_upload(settings, fake_upload("ash"))
+            assert not announce_upload(settings, fake_upload("swept-ash"))
         server.shutdown()
 
 
 def test_without_prefect_nothing_is_sent() -> None:
     settings: Any = SimpleNamespace(prefect_api_url=None)
-    assert not announce_upload(settings, fake_upload("ash"))
+    assert not announce_upload(settings, fake_upload("swept-ash"))
