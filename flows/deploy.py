@@ -13,6 +13,8 @@ from typing import cast
 from flows.settings import connect_prefect, load_settings
 
 POOL = "gpu"
+# Syncs and sweeps go before waiting adapters: else the roster of a long backlog would be published at its end.
+URGENT = "urgent"
 EVENT = "adapter.trained"
 
 
@@ -31,8 +33,11 @@ def deploy() -> list[str]:
     from flows.sweep import sweep
     from flows.sync import sync
 
-    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+    with get_client(sync_client=True) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        with suppress(ObjectAlreadyExists):
+            client.create_work_queue(name=URGENT, work_pool_name=POOL, priority=1)
 
     trained = DeploymentEventTrigger(
         name=f"{EVENT} starts onboard",
@@ -53,6 +58,7 @@ def deploy() -> list[str]:
         ),
         sync.to_deployment(
             name="sync",
+            work_queue_name=URGENT,
             schedule=Interval(timedelta(minutes=10)),
             concurrency_limit=1,
             description="Ledger to catalog and roster; one at a time.",
@@ -60,6 +66,7 @@ def deploy() -> list[str]:
         ),
         sweep.to_deployment(
             name="sweep",
+            work_queue_name=URGENT,
             schedule=Interval(timedelta(minutes=1)),
             concurrency_limit=1,
             description="Finds uploads that no event started, and those whose wait is over.",
