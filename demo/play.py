@@ -25,7 +25,7 @@ from storage.ledger import Ledger, Outcome
 from storage.s3 import S3Store
 
 Say = Callable[[str], None]
-_POLL_S = 1.0
+_POLL_S = 2.0
 _DEADLINE_S = 420.0
 _HELDOUT = "main"
 # Columns of the table when it is not printed to a terminal, which would say how wide it is.

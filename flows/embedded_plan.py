@@ -21,7 +21,8 @@ STORE, PREFECT, WORKER = "store", "prefect", "worker"
 # SeaweedFS's HTTP ports by flag; each has its gRPC port GRPC_OFFSET above.
 _STORE_PARTS = ("master", "volume", "filer", "s3", "admin")
 # A user's own Prefect settings (an API key, a profile) must not lead our children to another server.
-_OWN_PREFIXES = ("PREFECT_", "AWS_")
+# Without the last, every flow run would compile all modules again.
+_OWN_PREFIXES = ("PREFECT_", "AWS_", "PYTHONDONTWRITEBYTECODE")
 _STORE_KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 # These would change which of our plugins vLLM loads, hide their log lines, or mix the two environments.
 _ENGINE_DROPPED = ("VLLM_PLUGINS", "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "PYTHONPATH", "PYTHONHOME")

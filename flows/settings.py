@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     claim_seconds: int = Field(120, ge=3)  # an adapter's claim, renewed while its run works
     sweep_grace_seconds: int = Field(60, ge=0)  # younger uploads are left to their event
     sweep_batch: int = Field(50, ge=1)  # flow runs one sweep may start
-    sync_window_seconds: int = Field(5, ge=1)  # verdicts within it share one sync
+    sync_window_seconds: int = Field(10, ge=1)  # verdicts within it share one sync
     max_drop: float = Field(0.2, ge=0, le=1)  # share of the roster that one sync may drop
 
     worker_limit: int = Field(2, ge=1)  # embedded: flow runs at once

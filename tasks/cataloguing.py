@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from roster.catalog import Catalog, open_catalog
@@ -16,10 +17,12 @@ from storage.documents import format_time, put_document, read_document, utc_now
 from storage.errors import LedgerBusy, ObjectNotFound, PreconditionFailed
 from storage.keys import base_document_key, roster_key
 from storage.s3 import S3Store
+from storage.uploads import list_uploads
 from tasks.job import STEP_VERSIONS
 
 _READERS = 16
 _SWAPS = 5
+_SUBMITTED = "SELECT author, run FROM submissions JOIN ledgers USING (key)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ def sync_catalog(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: boo
             ready, bases = reader.ready(), reader.bases()
             busy = {row.base for row in reader.authors() if row.newest_state == "in_progress"}
             thin = tuple(row for row in reader.thin_verdicts() if row.base not in busy)
+            known = {(author, run) for author, run in reader.sql(_SUBMITTED).rows}
+        if _has_queued(store, known):
+            thin = ()
         if previous is None and not ready:
             return Synced(report, None, False, thin)
         new = build_roster(ready, bases, previous=previous, generated_at=format_time(utc_now()))
@@ -73,6 +79,15 @@ def sync_catalog(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: boo
             continue
         return Synced(report, new, True, thin)
     raise LedgerBusy(roster_key(), _SWAPS)
+
+
+def _has_queued(store: S3Store, known: set[tuple[object, object]]) -> bool:
+    """Whether an upload of the last hour has no ledger yet, because no run has begun with it."""
+    recent = utc_now() - timedelta(hours=1)
+    return any(
+        (upload.author, upload.run) not in known and upload.marker.last_modified > recent
+        for upload in list_uploads(store).ready
+    )
 
 
 def _refresh(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: bool) -> SyncReport:
