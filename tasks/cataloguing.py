@@ -37,7 +37,8 @@ class SyncLimits:
 class Synced:
     """What a sync did, the roster that is published now, and the adapters that have met too few opponents.
 
-    `thin` leaves out bases on which adapters are still on their way: scoring again waits until they have arrived.
+    `thin` leaves out bases on which adapters are still on their way, and is empty while uploads wait for their first
+    run: scoring again waits until they have arrived.
     """
 
     report: SyncReport
@@ -65,7 +66,7 @@ def sync_catalog(store: S3Store, path: Path, limits: SyncLimits, *, rebuild: boo
             busy = {row.base for row in reader.authors() if row.newest_state == "in_progress"}
             thin = tuple(row for row in reader.thin_verdicts() if row.base not in busy)
             known = {(author, run) for author, run in reader.sql(_SUBMITTED).rows}
-        if _has_queued(store, known):
+        if thin and _has_queued(store, known):
             thin = ()
         if previous is None and not ready:
             return Synced(report, None, False, thin)
