@@ -13,23 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_builders import LABEL, Logical, attention, encode, save_adapter, short_id
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from tasks.lora.errors import (
     AdapterError,
+    AmbiguousWeights,
     CorruptFile,
     EmptyAdapter,
     EscapingPath,
     MissingWeights,
     PickleRefused,
     UnsupportedDtype,
-    UnsupportedSourceFormat,
 )
 from tasks.lora.files import open_adapter
 from tasks.lora.header import ITEM_BYTES, TensorSpec, format_header, parse_header
 from tasks.lora.tensors import bits, open_tensors
 
 WEIGHTS = "adapter_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 def write(folder: Path, data: bytes) -> Path:
@@ -55,7 +56,7 @@ def tensor(begin: int, end: int, *, dtype: str = "F32", shape: Any = None) -> di
 def test_tensors_are_read_as_safetensors_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = encode(Logical(dtype=dtype)) | attention()
     files = open_adapter(save_adapter(tmp_path / "a", tensors), label=LABEL)
-    with safe_open(files.weights, "pt") as reference, open_tensors(files) as reader:
+    with safe_open(files.weights[0].path, "pt") as reference, open_tensors(files) as reader:
         assert {entry.name for entry in files.tensors} == set(reference.keys())
         for entry in files.tensors:
             expected = reference.get_tensor(entry.name)
@@ -205,13 +206,208 @@ def test_pickles_beside_weights_are_listed(tmp_path: Path) -> None:
     assert open_adapter(folder, label=LABEL).stray == ("rng_state.pth", "training_args.bin")
 
 
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], parts: int = 3) -> dict[str, str]:
+    """Spread the tensors over files, every third one to the same; return the index's map of them."""
+    folder.mkdir(exist_ok=True)
+    names = [f"adapter_model-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
+    places = {name: names[number % parts] for number, name in enumerate(tensors)}
+    for shard in names:
+        save_file({name: tensors[name] for name in tensors if places[name] == shard}, folder / shard)
+    write_index(folder, places)
+    return places
+
+
+def write_index(folder: Path, places: Any) -> None:
+    text = json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+    (folder / INDEX).write_text(text, "utf-8")
+
+
+def test_shards_are_read_as_their_index_says(tmp_path: Path) -> None:
+    tensors = encode(Logical()) | attention()
+    places = save_shards(tmp_path / "a", tensors)
+    files = open_adapter(tmp_path / "a", label=LABEL)
+    assert files.weights_name == INDEX
+    assert {entry.name: files.weights[entry.file].name for entry in files.tensors} == places
+    assert sum(item.bytes for item in files.weights) == sum(
+        path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors")
+    )
+    with open_tensors(files) as reader:
+        for entry in files.tensors:
+            assert torch.equal(reader.read_tensor(entry), tensors[entry.name]), entry.name
+    assert files.stray == ()
+
+
+def test_a_shard_that_shrinks_is_named_when_it_is_read(tmp_path: Path) -> None:
+    save_shards(tmp_path / "a", encode(Logical()))
+    files = open_adapter(tmp_path / "a", label=LABEL)
+    last = files.tensors[-1]
+    weights = files.weights[last.file].path
+    weights.write_bytes(weights.read_bytes()[: last.end - 1])
+    with open_tensors(files) as reader, pytest.raises(CorruptFile) as caught:
+        reader.read_tensor(last)
+    assert (caught.value.where, caught.value.found) == (last.name, f"the file's end at {last.end - 1}")
+
+
+FIRST, SECOND = (f"adapter_model-0000{part}-of-00002.safetensors" for part in (1, 2))
+
+
 @pytest.mark.parametrize(
-    "name", ["adapter_model.safetensors.index.json", "adapter_model-00001-of-00002.safetensors"]
+    ("change", "error", "where", "expected", "found"),
+    [
+        (
+            lambda f: (f / SECOND).unlink(),
+            MissingWeights,
+            SECOND,
+            f"every file that {INDEX} names",
+            "no such file",
+        ),
+        (lambda f: (f / INDEX).unlink(), MissingWeights, "", INDEX, f"{FIRST} without it"),
+        (
+            lambda f: save_file({"x": torch.ones(2)}, f / WEIGHTS),
+            AmbiguousWeights,
+            WEIGHTS,
+            f"no weights but {FIRST}, {SECOND}",
+            "more weights",
+        ),
+        (
+            lambda f: save_file({"x": torch.ones(2)}, f / "adapter_model-00003-of-00003.safetensors"),
+            AmbiguousWeights,
+            "adapter_model-00003-of-00003.safetensors",
+            f"no weights but {FIRST}, {SECOND}",
+            "more weights",
+        ),
+        (
+            lambda f: save_file({"b": torch.ones(2), "c": torch.ones(2)}, f / SECOND),
+            CorruptFile,
+            f"{SECOND}: c",
+            f"no such tensor, as {INDEX} says",
+            "it in this file",
+        ),
+        (
+            lambda f: save_file({"b": torch.ones(2), "a": torch.ones(2)}, f / SECOND),
+            CorruptFile,
+            f"{SECOND}: a",
+            f"it in {FIRST}, as {INDEX} says",
+            "it in this file",
+        ),
+        (
+            lambda f: write_index(f, {"a": SECOND, "b": FIRST}),
+            CorruptFile,
+            f"{FIRST}: a",
+            f"it in {SECOND}, as {INDEX} says",
+            "it in this file",
+        ),
+        (
+            lambda f: write_index(f, {"a": FIRST, "b": SECOND, "c": SECOND}),
+            CorruptFile,
+            f"{SECOND}: c",
+            f"the tensor, as {INDEX} says",
+            "no such tensor",
+        ),
+        (lambda f: write_index(f, {}), EmptyAdapter, INDEX, "at least one tensor", "none"),
+        (lambda f: write_index(f, ["a"]), CorruptFile, INDEX, "weight_map: {tensor: file}", "dictionary"),
+        (lambda f: write_index(f, {"a": 3}), CorruptFile, INDEX, "weight_map: {tensor: file}", "string"),
+        (lambda f: (f / INDEX).write_text('{"a":1,"a":2}'), CorruptFile, INDEX, "strict JSON", "'a' twice"),
+        (
+            lambda f: (f / INDEX).write_text("[]"),
+            CorruptFile,
+            INDEX,
+            "weight_map: {tensor: file}",
+            "dictionary",
+        ),
+        (
+            lambda f: write_index(f, {"a": "/etc/hostname"}),
+            EscapingPath,
+            INDEX,
+            "names of files beside the index",
+            "'/etc/hostname'",
+        ),
+        (
+            lambda f: write_index(f, {"a": "../b.safetensors"}),
+            EscapingPath,
+            INDEX,
+            "names of files beside the index",
+            "'../b.safetensors'",
+        ),
+        (
+            lambda f: write_index(f, {"a": "..\\b.safetensors"}),
+            EscapingPath,
+            INDEX,
+            "names of files beside the index",
+            "b.safetensors",
+        ),
+        (
+            lambda f: write_index(f, {"a": ".."}),
+            EscapingPath,
+            INDEX,
+            "names of files beside the index",
+            "'..'",
+        ),
+        (
+            lambda f: write_index(f, {"a": "model-1.bin"}),
+            PickleRefused,
+            f"{INDEX}: model-1.bin",
+            "names of safetensors files",
+            "pickled weights",
+        ),
+        (
+            lambda f: write_index(f, {"a": "adapter_config.json"}),
+            CorruptFile,
+            INDEX,
+            "names of .safetensors files",
+            "'adapter_config.json'",
+        ),
+        (
+            lambda f: ((f / SECOND).unlink(), (f / SECOND).symlink_to("/etc/hostname")),
+            EscapingPath,
+            SECOND,
+            "a regular file inside",
+            "a link to /etc/hostname",
+        ),
+        # LlamaFactory#327: a Git LFS pointer among the shards.
+        (
+            lambda f: (f / SECOND).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            CorruptFile,
+            SECOND,
+            "safetensors",
+            "a Git LFS pointer",
+        ),
+        (
+            lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-1]),
+            CorruptFile,
+            SECOND,
+            "bytes, as its header says",
+            "bytes",
+        ),
+        (lambda f: save_file({}, f / SECOND), EmptyAdapter, SECOND, "at least one tensor", "none"),
+    ],
 )
-def test_shards_are_refused(tmp_path: Path, name: str) -> None:
-    folder = save_adapter(tmp_path / "a", encode(Logical()))
-    (folder / name).write_bytes(b"{}")
-    with pytest.raises(UnsupportedSourceFormat, match=rf"{name}: found weights in several files"):
+def test_shards_that_do_not_agree_with_their_index(
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    error: type[AdapterError],
+    where: str,
+    expected: str,
+    found: str,
+) -> None:
+    folder = tmp_path / "a"
+    save_shards(folder, {"a": torch.arange(3.0), "b": torch.arange(5.0)}, parts=2)
+    open_adapter(folder, label=LABEL)
+    change(folder)
+    with pytest.raises(error) as caught:
+        open_adapter(folder, label=LABEL)
+    assert caught.value.where == (where or str(folder))
+    assert expected in caught.value.expected and found in caught.value.found
+    message = str(caught.value)
+    assert message.startswith(f"{LABEL}: {caught.value.where}: found ") and caught.value.advice in message
+    assert caught.value.advice
+
+
+def test_pickled_shards_are_pickles(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "adapter_model-00001-of-00002.bin").write_bytes(b"x")
+    with pytest.raises(PickleRefused, match=r"-00002\.bin: found pickled weights only"):
         open_adapter(folder, label=LABEL)
 
 

@@ -7,24 +7,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_builders import LABEL
 
-from tasks.lora.errors import AdapterError, MalformedKey, UnexpectedTensor, UnsupportedConfig
+from tasks.lora.errors import (
+    AdapterError,
+    CollidingNames,
+    MalformedKey,
+    UnexpectedTensor,
+    UnsupportedConfig,
+)
 from tasks.lora.families import FAMILIES, TensorClass
-from tasks.lora.names import ExpertKey, Factor, ModuleKey, ParsedKey, StackedKey, format_key, parse_key
+from tasks.lora.names import (
+    CubeKey,
+    ExpertKey,
+    Factor,
+    ModuleKey,
+    ParsedKey,
+    StackedKey,
+    format_key,
+    parse_key,
+    parse_names,
+)
 
 FAMILY = FAMILIES[0]
 LAYER = "base_model.model.model.layers"
 
 numbers = st.integers(min_value=0, max_value=999_999)
 factors = st.sampled_from(Factor)
+projections = st.sampled_from([name for item in FAMILY.parameters for name in item.projections])
 keys = st.one_of(
     st.builds(StackedKey, numbers, st.sampled_from([item.name for item in FAMILY.parameters]), factors),
-    st.builds(
-        ExpertKey,
-        numbers,
-        numbers,
-        st.sampled_from([name for item in FAMILY.parameters for name in item.projections]),
-        factors,
-    ),
+    st.builds(ExpertKey, numbers, numbers, projections, factors),
+    st.builds(CubeKey, numbers, projections, factors),
     st.builds(
         lambda layer, module, factor: ModuleKey(layer, module.template, module.kind, factor),
         numbers,
@@ -39,12 +51,27 @@ def test_parsing_undoes_formatting(key: ParsedKey) -> None:
     assert parse_key(format_key(key, FAMILY), FAMILY, LABEL) == key
 
 
+@given(keys, st.sampled_from(["default", "author_17", "weight", "0", "lora_A"]), st.data())
+def test_what_trainers_leave_in_a_name_changes_nothing(
+    key: ParsedKey, held: str, data: st.DataObject
+) -> None:
+    """torch.compile's segment anywhere, PEFT's adapter name before the end, the prefix missing: in any mixture."""
+    parts = format_key(key, FAMILY).split(".")
+    if data.draw(st.booleans(), "adapter name"):
+        parts.insert(-1, held)
+    if data.draw(st.booleans(), "no prefix"):
+        del parts[:2]
+    for place in sorted(data.draw(st.sets(st.integers(0, len(parts)), max_size=3), "compiled"), reverse=True):
+        parts.insert(place, "_orig_mod")
+    assert parse_key(".".join(parts), FAMILY, LABEL) == key
+
+
 @given(
     st.text(max_size=80)
     | st.from_regex(r"base_model\.model\.model\.layers\.[0-9]+\.[a-z_.]+\.lora_[AB]\.weight")
 )
 def test_whatever_is_parsed_is_formatted_back(text: str) -> None:
-    """No two spellings of one key: what would be written is what was read."""
+    """A name in PEFT's spelling has one meaning: what would be written is what was read."""
     try:
         key = parse_key(text, FAMILY, LABEL)
     except AdapterError:
@@ -64,6 +91,8 @@ def test_whatever_is_parsed_is_formatted_back(text: str) -> None:
             f"{LAYER}.47.mlp.experts.127.up_proj.lora_B.weight",
             ExpertKey(47, 127, "up_proj", Factor.B),
         ),
+        (f"{LAYER}.2.mlp.experts.gate_proj.lora_A.weight", CubeKey(2, "gate_proj", Factor.A)),
+        (f"{LAYER}.2.mlp.experts.up_proj.lora_B.weight", CubeKey(2, "up_proj", Factor.B)),
         (
             f"{LAYER}.0.self_attn.q_proj.lora_A.weight",
             ModuleKey(0, "model.layers.{layer}.self_attn.q_proj", TensorClass.ATTENTION, Factor.A),
@@ -84,6 +113,81 @@ def test_names_as_programs_write_them(key: str, expected: ParsedKey) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        # Tinker: w1 is the gate, w3 the up and w2 the down projection.
+        (f"{LAYER}.0.mlp.experts.w1.lora_A.weight", CubeKey(0, "gate_proj", Factor.A)),
+        (f"{LAYER}.0.mlp.experts.w3.lora_B.weight", CubeKey(0, "up_proj", Factor.B)),
+        (f"{LAYER}.0.mlp.experts.w2.lora_A.weight", CubeKey(0, "down_proj", Factor.A)),
+        ("model.layers.0.mlp.experts.lora_A.weight", StackedKey(0, "down_proj", Factor.A)),
+        (
+            f"{LAYER}.0.mlp.experts.base_layer.lora_A.default.weight",
+            StackedKey(0, "gate_up_proj", Factor.A),
+        ),
+        (
+            "base_model.model._orig_mod.model.layers.0._orig_mod.mlp.experts.lora_B.weight",
+            StackedKey(0, "down_proj", Factor.B),
+        ),
+        (
+            "_orig_mod.model.layers.0.mlp.experts.7.up_proj.lora_B.best.weight",
+            ExpertKey(0, 7, "up_proj", Factor.B),
+        ),
+    ],
+)
+def test_other_spellings_are_understood(key: str, expected: ParsedKey) -> None:
+    assert parse_key(key, FAMILY, LABEL) == expected
+    assert format_key(expected, FAMILY) != key
+
+
+def test_names_keep_their_order() -> None:
+    names = [f"{LAYER}.{layer}.mlp.experts.lora_{factor}.weight" for layer in (10, 2) for factor in "BA"]
+    assert parse_names(names, FAMILY, LABEL) == tuple(
+        StackedKey(layer, "down_proj", Factor(factor)) for layer in (10, 2) for factor in "BA"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "where", "expected", "found"),
+    [
+        (
+            (f"{LAYER}.0.mlp.experts.lora_A.weight", f"{LAYER}.0.mlp.experts.lora_A.default.weight"),
+            f"{LAYER}.0.mlp.experts.lora_A.default.weight",
+            f"one name of {LAYER}.0.mlp.experts.lora_A.weight",
+            f"also {LAYER}.0.mlp.experts.lora_A.weight",
+        ),
+        (
+            ("model.layers.0.mlp.gate.lora_B.weight", f"{LAYER}._orig_mod.0.mlp.gate.lora_B.weight"),
+            f"{LAYER}._orig_mod.0.mlp.gate.lora_B.weight",
+            f"one name of {LAYER}.0.mlp.gate.lora_B.weight",
+            "also model.layers.0.mlp.gate.lora_B.weight",
+        ),
+        (
+            (f"{LAYER}.0.mlp.experts.w1.lora_A.weight", f"{LAYER}.0.mlp.experts.gate_proj.lora_A.weight"),
+            f"{LAYER}.0.mlp.experts.gate_proj.lora_A.weight",
+            f"one name of {LAYER}.0.mlp.experts.gate_proj.lora_A.weight",
+            f"also {LAYER}.0.mlp.experts.w1.lora_A.weight",
+        ),
+        # Two adapters of one PEFT model, dumped together.
+        (
+            (f"{LAYER}.0.mlp.experts.lora_A.default.weight", f"{LAYER}.1.mlp.experts.lora_A.other.weight"),
+            f"{LAYER}.1.mlp.experts.lora_A.other.weight",
+            "one adapter, 'default'",
+            "a factor of the adapter 'other'",
+        ),
+    ],
+)
+def test_names_that_become_one_are_refused(
+    names: tuple[str, str], where: str, expected: str, found: str
+) -> None:
+    with pytest.raises(CollidingNames) as caught:
+        parse_names(names, FAMILY, LABEL)
+    error = caught.value
+    assert (error.adapter, error.where, error.expected, error.found) == (LABEL, where, expected, found)
+    assert str(error) == f"{LABEL}: {where}: found {found}; expected {expected}. {error.advice}"
+    assert "save the one that is meant" in error.advice
+
+
+@pytest.mark.parametrize(
     ("key", "error", "found"),
     [
         # vLLM skips every key with base_layer in it, so a misspelt one would be lost without a word.
@@ -96,17 +200,22 @@ def test_names_as_programs_write_them(key: str, expected: ParsedKey) -> None:
             UnexpectedTensor,
             "no module",
         ),
-        (f"{LAYER}.0.mlp.experts.lora_A.default.weight", MalformedKey, "adapter name 'default'"),
-        ("model.layers.0.mlp.experts.lora_A.weight", MalformedKey, "'model'"),
+        (f"{LAYER}.0.mlp.experts.w4.lora_A.weight", UnexpectedTensor, "no module of this family"),
+        (f"{LAYER}.0.mlp.w1.lora_A.weight", UnexpectedTensor, "no module of this family"),
+        ("layers.0.mlp.experts.lora_A.weight", UnexpectedTensor, "no module of this family"),
+        (f"{LAYER}.0.mlp.experts.lora_A.two.names.weight", MalformedKey, "'names.weight'"),
         (f"{LAYER}.0.mlp.experts.lora_C.weight", MalformedKey, "'lora_C.weight'"),
         (f"{LAYER}.0.mlp.experts.gate_up_proj", MalformedKey, "'experts.gate_up_proj'"),
         # vllm#6983: DoRA by its keys alone, whatever the config says.
         (f"{LAYER}.0.self_attn.q_proj.lora_magnitude_vector.weight", UnsupportedConfig, "DoRA"),
+        (f"{LAYER}.0.self_attn.q_proj.lora_magnitude_vector.default.weight", UnsupportedConfig, "DoRA"),
         (f"{LAYER}.0.self_attn.q_proj.lora_B.bias", UnsupportedConfig, "bias"),
+        ("model.layers.0.self_attn.q_proj.lora_B.default.bias", UnsupportedConfig, "bias"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", UnsupportedConfig, "embedding"),
         # Automodel#2022, #3462: vLLM's prompt log-probabilities leave lm_head's LoRA out.
         ("base_model.model.lm_head.lora_A.weight", UnsupportedConfig, "lm_head"),
         ("base_model.model.lm_head.weight", UnsupportedConfig, "lm_head"),
+        ("lm_head.lora_A.default.weight", UnsupportedConfig, "lm_head"),
         (
             "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
             UnsupportedConfig,

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
 
-from tasks.lora.errors import InvalidConfig, RankUnsupported, UnsupportedConfig
+from tasks.lora.errors import AlphaUndecided, InvalidConfig, RankUnsupported, UnsupportedConfig
 from tasks.lora.files import CONFIG_NAME, read_config_bytes
+from tasks.lora.patterns import PatternTable, compile_key
 from tasks.lora.strict_json import parse_strict_json
 
 # What `--max-lora-rank` may be. Source: vLLM 0.32 config/lora.py, MaxLoRARanks.
@@ -27,8 +39,6 @@ _REFUSED_FIELDS = (
     "lora_bias",
     "fan_in_fan_out",
     "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
     "layer_replication",
     "alora_invocation_tokens",
     "trainable_token_indices",
@@ -39,12 +49,6 @@ _REFUSED_FIELDS = (
     "kasa_config",
     "monteclora_config",
     "velora_config",
-)
-
-# Seen with PEFT 0.19.0 and 0.21.2 on transformers 5.24, whose experts are stacked parameters.
-_PATTERN_ADVICE = (
-    "Train with one rank and one alpha. If you set no pattern, PEFT did: from 0.19 on it turns gate_proj and up_proj "
-    "in target_modules into a stacked parameter of twice the rank; name the experts in target_parameters instead."
 )
 
 # Fields that say how training went or what it aimed at; they do not change what the factors mean.
@@ -89,14 +93,27 @@ class AutoMapping(BaseModel):
     unsloth_fused_expert_lora: ExpertMarker | None = None
 
 
+def _check_key(key: str) -> str:
+    compile_key(key)
+    return key
+
+
+PatternKey = Annotated[str, AfterValidator(_check_key)]
+# Far above any real value, and small enough that whole numbers are exact in float64.
+Rank = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+Alpha = Annotated[StrictInt | StrictFloat, Field(gt=0, lt=2**53, allow_inf_nan=False)]
+
+
 class AdapterConfig(BaseModel):
     """An adapter_config.json as the trainer wrote it; fields not named here are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     peft_type: str | None = None
-    r: Annotated[StrictInt, Field(ge=1)]
-    lora_alpha: Annotated[StrictInt | StrictFloat, Field(gt=0, allow_inf_nan=False)]
+    r: Rank
+    lora_alpha: Alpha
+    rank_pattern: dict[PatternKey, Rank] | None = None
+    alpha_pattern: dict[PatternKey, Alpha] | None = None
     use_rslora: StrictBool = False
     lora_dropout: float | None = None
     bias: str = "none"
@@ -113,6 +130,16 @@ class AdapterConfig(BaseModel):
     def other_fields(self) -> Mapping[str, object]:
         """Fields that are not named in this class."""
         return MappingProxyType(self.model_extra or {})
+
+    @cached_property
+    def rank_table(self) -> PatternTable:
+        """The keys of rank_pattern."""
+        return PatternTable(self.rank_pattern or {})
+
+    @cached_property
+    def alpha_table(self) -> PatternTable:
+        """The keys of alpha_pattern."""
+        return PatternTable(self.alpha_pattern or {})
 
 
 def read_adapter_config(directory: Path, *, label: str) -> AdapterConfig:
@@ -140,9 +167,52 @@ def parse_adapter_config(data: bytes, *, label: str) -> AdapterConfig:
         raise InvalidConfig(label, CONFIG_NAME, "strict JSON", str(error)) from error
 
 
-def effective_scaling(config: AdapterConfig) -> float:
-    """Return the factor on B·A that the trainer applied: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+@dataclass(frozen=True, slots=True)
+class LoraScale:
+    """How a module was trained. scaling: the factor on B·A."""
+
+    rank: int
+    alpha: float
+    scaling: float
+
+
+def read_scale(config: AdapterConfig, module: str, *, stored: int, adapter: str) -> LoraScale:
+    """Return the rank, alpha and scaling that the trainer gave a module.
+
+    module: its name without `base_model.model.`, such as `model.layers.0.mlp.experts.3.gate_proj`; for all experts of
+    a stacked parameter the parameter's, `model.layers.0.mlp.experts.gate_up_proj`. stored: the rank that its
+    tensors have; it is for the caller to compare.
+
+    PEFT asks the two pattern fields separately, and the first key that matches counts. It matches the name of a
+    linear module, of a stacked parameter (never that of the experts module or of its wrapper), and of a router's
+    weight, `….mlp.gate.weight`, where target_parameters names that. It sorts the keys when it saves, so that their
+    order in training is lost: of keys of rank_pattern that disagree, the one that `stored` confirms is taken.
+    Raises AlphaUndecided for such keys of alpha_pattern.
+    Source: PEFT 0.18.1, 0.19.0 and 0.21.2, which agree in all of this (tests/test_lora_scales.py runs them).
+    """
+    name = _name_in_peft(config, module)
+    ranks = config.rank_table.find(name)
+    alphas = config.alpha_table.find(name)
+    if len(set(alphas.values())) > 1 and _is_sorted(config.alpha_pattern):
+        shown = ", ".join(f"{key!r}: {value}" for key, value in alphas.items())
+        raise AlphaUndecided(adapter, f"{CONFIG_NAME}: alpha_pattern", f"one alpha for {name}", shown[:200])
+    rank = int(next(iter(ranks.values()), config.r))
+    if stored in ranks.values() and _is_sorted(config.rank_pattern):
+        rank = stored
+    alpha = next(iter(alphas.values()), config.lora_alpha)
+    return LoraScale(rank, alpha, alpha / (math.sqrt(rank) if config.use_rslora else rank))
+
+
+def _name_in_peft(config: AdapterConfig, module: str) -> str:
+    """Return the name that PEFT holds against the patterns."""
+    weight = f"{module}.weight"
+    named = any(f".{weight}".endswith(f".{target}") for target in config.target_parameters or ())
+    return weight if named else module
+
+
+def _is_sorted(patterns: Mapping[str, float] | None) -> bool:
+    keys = list(patterns or ())
+    return keys == sorted(keys)
 
 
 def smallest_max_lora_rank(rank: int) -> int:
@@ -170,8 +240,7 @@ def list_config_warnings(config: AdapterConfig) -> tuple[str, ...]:
 
 def _refuse_features(config: AdapterConfig, label: str) -> None:
     def refuse(field: str, expected: str, found: object) -> UnsupportedConfig:
-        advice = _PATTERN_ADVICE if field in ("rank_pattern", "alpha_pattern") else ""
-        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200], advice)
+        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200])
 
     if config.peft_type is not None and config.peft_type.upper() != "LORA":
         raise refuse("peft_type", "LORA", config.peft_type)

@@ -42,9 +42,15 @@ class MissingConfig(AdapterError):
 
 
 class MissingWeights(AdapterError):
-    """There is no adapter_model.safetensors."""
+    """There is no adapter_model.safetensors, or a file that its index names is not there."""
 
     ADVICE = "Upload the folder that holds the final adapter, not one above it."
+
+
+class AmbiguousWeights(AdapterError):
+    """There are weights of more than one save, and nothing says which are meant."""
+
+    ADVICE = "Remove the files that are left over from another save, and upload the folder again."
 
 
 class PickleRefused(AdapterError):
@@ -86,6 +92,12 @@ class InvalidConfig(AdapterError):
     ADVICE = "Save the adapter again with the trainer that made it."
 
 
+class AlphaUndecided(AdapterError):
+    """Keys of alpha_pattern that match one module disagree, and which came first in training is lost."""
+
+    ADVICE = "PEFT sorts the keys when it saves: delete those that did not apply in training from the config."
+
+
 class UnsupportedConfig(AdapterError):
     """The adapter uses a feature whose effect would be lost in serving."""
 
@@ -95,7 +107,7 @@ class UnsupportedConfig(AdapterError):
 class UnsupportedSourceFormat(AdapterError):
     """The weights are stored in a way that is not read yet."""
 
-    ADVICE = "Save the adapter with PEFT's target_parameters as one adapter_model.safetensors."
+    ADVICE = "Save the adapter with PEFT's save_pretrained."
 
 
 class UnknownFamily(AdapterError):
@@ -119,6 +131,12 @@ class MalformedKey(AdapterError):
     ADVICE = "Save the adapter with PEFT's save_pretrained, which writes these names."
 
 
+class CollidingNames(AdapterError):
+    """Two tensors' names mean one and the same factor."""
+
+    ADVICE = "Two adapters or two saves are mixed in the file; save the one that is meant by itself."
+
+
 class UnexpectedTensor(AdapterError):
     """A tensor's name is well formed but belongs to nothing that this family can serve."""
 
@@ -135,6 +153,12 @@ class NoExpertKeys(AdapterError):
     """There is no factor for any routed expert."""
 
     ADVICE = "The experts were never targeted; list them in target_parameters and train again."
+
+
+class MixedForms(AdapterError):
+    """The experts are stored in more than one way: stacked, per expert or 3-d."""
+
+    ADVICE = "Two programs' output is mixed in the file; save the adapter again with one of them."
 
 
 # Layout
@@ -161,13 +185,22 @@ class RankUnsupported(AdapterError):
 class LayoutConflict(AdapterError):
     """Statements about the layout, or the tensors of different layers, contradict each other."""
 
-    ADVICE = "Find out which program trained it, and with which version; then force that packing."
+    ADVICE = (
+        "Find out which program and version trained it; then force that packing with `roster migrate --packing`, and "
+        "submit what that writes."
+    )
 
 
 class OrientationUndecided(AdapterError):
     """Both orientations fit every shape that there is."""
 
     ADVICE = "Train gate_up_proj and down_proj together: their shapes decide it."
+
+
+class RoleUndecided(AdapterError):
+    """The experts' only stacked pair fits more than one of their parameters."""
+
+    ADVICE = "Name the trained parameter in target_parameters, or train both."
 
 
 class PackingUndecided(AdapterError):

@@ -45,7 +45,8 @@ class ExpertParameter:
     """A stacked parameter of the experts module, and the projections it holds.
 
     wrapper: what PEFT puts between the experts module and the factor, with its dot. projections: in the
-    order in which they lie along the parameter's output rows, in equal shares.
+    order in which they lie along the parameter's output rows, in equal shares. numbered: what some trainers
+    call them where all experts of one projection are a tensor of three dimensions, in the same order.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ExpertParameter:
     in_size: Size
     out_size: Size
     projections: tuple[str, ...]
+    numbered: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Family:
     experts: the stacked module. expert: one projection of one expert, as the engine names it.
     *_fields: where its config.json keeps a size; of several, those present must agree.
     patched_by_unsloth: unsloth_zoo <= 2026.9.5 runs this family's experts with its own forward.
+    native_3d: vLLM takes stacked experts of this family as they are, and per-expert ones only in mixed mode.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Family:
     sparse_step_field: str
     dense_layers_field: str
     patched_by_unsloth: bool
+    native_3d: bool
 
 
 # Source: transformers 5.24 models/qwen3_moe/{configuration,modeling}_qwen3_moe.py (sizes, which layers are
@@ -97,9 +101,14 @@ _QWEN3_MOE = Family(
     expert="model.layers.{layer}.mlp.experts.{expert}.{projection}",
     parameters=(
         ExpertParameter(
-            "gate_up_proj", "base_layer.", Size.HIDDEN, Size.GATE_AND_UP, ("gate_proj", "up_proj")
+            "gate_up_proj",
+            "base_layer.",
+            Size.HIDDEN,
+            Size.GATE_AND_UP,
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
         ),
-        ExpertParameter("down_proj", "", Size.EXPERT_INTERMEDIATE, Size.HIDDEN, ("down_proj",)),
+        ExpertParameter("down_proj", "", Size.EXPERT_INTERMEDIATE, Size.HIDDEN, ("down_proj",), ("w2",)),
     ),
     modules=(
         LinearModule(
@@ -161,6 +170,7 @@ _QWEN3_MOE = Family(
     sparse_step_field="decoder_sparse_step",
     dense_layers_field="mlp_only_layers",
     patched_by_unsloth=True,
+    native_3d=False,
 )
 
 FAMILIES: tuple[Family, ...] = (_QWEN3_MOE,)

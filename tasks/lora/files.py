@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 from tasks.lora.errors import (
+    AdapterError,
+    AmbiguousWeights,
     CorruptFile,
+    EmptyAdapter,
     EscapingPath,
     MissingConfig,
     MissingWeights,
     PickleRefused,
-    UnsupportedSourceFormat,
 )
 from tasks.lora.header import LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, parse_header
+from tasks.lora.strict_json import parse_strict_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -25,44 +31,67 @@ MAX_CONFIG_BYTES = 16_000_000
 # Names that belong beside an adapter: PEFT's model card, and what an upload says of itself.
 _COMPANIONS = ("README.md", "training.json", "_READY.json")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_ENDING = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file of an adapter. name: in its folder. path: where it really lies."""
+
+    name: str
+    path: Path
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A folder whose weight file's header was read and found to describe the file exactly.
+    """A folder whose weight files' headers were read and found to describe the files exactly.
 
-    tensors: in file order. stray: names that do not belong in such a folder; they are ignored.
+    weights: one file, or the index's files by name. tensors: file by file, each in the order of its bytes.
+    stray: names that do not belong in such a folder; they are ignored.
     """
 
     label: str
     directory: Path
-    weights: Path
-    weights_bytes: int
+    weights: tuple[WeightFile, ...]
     tensors: tuple[TensorEntry, ...]
     stray: tuple[str, ...]
+
+    @property
+    def weights_name(self) -> str:
+        """The one name that stands for all weights in a message."""
+        return self.weights[0].name if len(self.weights) == 1 else INDEX_NAME
+
+
+class _Index(BaseModel):
+    """What says in which file each tensor lies. Source: transformers' and accelerate's sharded saves."""
+
+    weight_map: dict[str, str]
 
 
 def open_adapter(directory: Path, *, label: str) -> AdapterFiles:
     """Return the folder's tensors and stray files.
 
-    Raises MissingWeights, PickleRefused where pickles are all there is, UnsupportedSourceFormat for shards,
-    EscapingPath, CorruptFile, UnsupportedDtype or EmptyAdapter.
+    The weights are one adapter_model.safetensors, or an index and the files that it names; every tensor must
+    lie exactly where the index says. Raises MissingWeights, AmbiguousWeights, PickleRefused where pickles are
+    all there is, EscapingPath, CorruptFile, UnsupportedDtype or EmptyAdapter.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    shards = [name for name in names if name == INDEX_NAME or name.startswith("adapter_model-")]
-    if shards:
-        raise UnsupportedSourceFormat(label, shards[0], f"one {WEIGHTS_NAME}", "weights in several files")
-    if WEIGHTS_NAME not in names:
-        pickles = [name for name in names if name.startswith("adapter_model.") and name.endswith(_PICKLES)]
-        if pickles:
-            raise PickleRefused(label, pickles[0], WEIGHTS_NAME, "pickled weights only")
-        raise MissingWeights(label, str(directory), WEIGHTS_NAME, ", ".join(names)[:200] or "no files")
-    weights, size = resolve_file(directory, WEIGHTS_NAME, label=label)
-    tensors = parse_header(
-        _read_header(weights, size, label), file_bytes=size, adapter=label, where=WEIGHTS_NAME
-    )
-    stray = tuple(name for name in names if name not in (CONFIG_NAME, WEIGHTS_NAME, *_COMPANIONS))
-    return AdapterFiles(label, directory, weights, size, tensors, stray)
+    places = _read_index(directory, label) if INDEX_NAME in names else None
+    chosen = sorted(set(places.values())) if places else [WEIGHTS_NAME]
+    _check_chosen(directory, names, chosen, label)
+    weights: list[WeightFile] = []
+    tensors: list[TensorEntry] = []
+    for number, name in enumerate(chosen):
+        path, size = resolve_file(directory, name, label=label)
+        header = _read_header(path, name, size, label)
+        weights.append(WeightFile(name, path, size))
+        tensors += parse_header(header, file_bytes=size, adapter=label, where=name, file=number)
+    if places:
+        _check_places(places, weights, tensors, label)
+    known = {CONFIG_NAME, INDEX_NAME, *chosen, *_COMPANIONS}
+    stray = tuple(name for name in names if name not in known)
+    return AdapterFiles(label, directory, tuple(weights), tuple(tensors), stray)
 
 
 def read_config_bytes(directory: Path, *, label: str) -> bytes:
@@ -96,33 +125,108 @@ def resolve_file(directory: Path, name: str, *, label: str) -> tuple[Path, int]:
     return path, status.st_size
 
 
-def _read_header(path: Path, size: int, label: str) -> bytes:
+def _read_index(directory: Path, label: str) -> Mapping[str, str]:
+    """Return the name of its file for each tensor of the index."""
+    path, size = resolve_file(directory, INDEX_NAME, label=label)
+    if size > MAX_HEADER_BYTES:
+        raise CorruptFile(label, INDEX_NAME, f"at most {MAX_HEADER_BYTES} bytes", f"{size} bytes")
+    try:
+        places = _Index.model_validate(parse_strict_json(path.read_bytes())).weight_map
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]["msg"]
+        raise CorruptFile(label, INDEX_NAME, "weight_map: {tensor: file}", found) from error
+    except ValueError as error:
+        raise CorruptFile(label, INDEX_NAME, "strict JSON", str(error)) from error
+    if not places:
+        raise EmptyAdapter(label, INDEX_NAME, "at least one tensor", "none")
+    for name in sorted(set(places.values())):
+        if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+            raise EscapingPath(label, INDEX_NAME, "names of files beside the index", repr(name)[:200])
+        if name.endswith(_PICKLES):
+            raise PickleRefused(
+                label, f"{INDEX_NAME}: {name}", "names of safetensors files", "pickled weights"
+            )
+        if not name.endswith(_ENDING):
+            raise CorruptFile(label, INDEX_NAME, f"names of {_ENDING} files", repr(name)[:200])
+    return places
+
+
+def _check_chosen(directory: Path, names: Sequence[str], chosen: Sequence[str], label: str) -> None:
+    """Refuse a folder that lacks a file of the weights, or holds weights of another save beside them."""
+    parts = [name for name in names if name.startswith("adapter_model-") and name.endswith(_ENDING)]
+    others = [name for name in (WEIGHTS_NAME, *parts) if name in names and name not in chosen]
+    missing = [name for name in chosen if name not in names]
+    if chosen == [WEIGHTS_NAME] and missing:
+        raise _explain_missing(directory, names, parts, label)
+    if missing:
+        raise MissingWeights(
+            label,
+            missing[0],
+            f"every file that {INDEX_NAME} names",
+            "no such file",
+            "Upload all files of the save.",
+        )
+    if others:
+        raise AmbiguousWeights(label, others[0], f"no weights but {', '.join(chosen)[:200]}", "more weights")
+
+
+def _explain_missing(directory: Path, names: Sequence[str], parts: Sequence[str], label: str) -> AdapterError:
+    if parts:
+        return MissingWeights(
+            label, str(directory), INDEX_NAME, f"{parts[0]} without it", "Upload the index of the files too."
+        )
+    pickles = [name for name in names if name.startswith("adapter_model") and name.endswith(_PICKLES)]
+    if pickles:
+        return PickleRefused(label, pickles[0], WEIGHTS_NAME, "pickled weights only")
+    return MissingWeights(label, str(directory), WEIGHTS_NAME, ", ".join(names)[:200] or "no files")
+
+
+def _check_places(
+    places: Mapping[str, str], weights: Sequence[WeightFile], tensors: Sequence[TensorEntry], label: str
+) -> None:
+    """Refuse a tensor that lies elsewhere than the index says, and one that does not lie there."""
+    for entry in tensors:
+        file = weights[entry.file].name
+        if places.get(entry.name) != file:
+            listed = f"it in {places[entry.name]}" if entry.name in places else "no such tensor"
+            raise CorruptFile(
+                label, f"{file}: {entry.name[:200]}", f"{listed}, as {INDEX_NAME} says", "it in this file"
+            )
+    unseen = places.keys() - {entry.name for entry in tensors}
+    if unseen:
+        name = min(unseen)
+        raise CorruptFile(
+            label, f"{places[name]}: {name[:200]}", f"the tensor, as {INDEX_NAME} says", "no such tensor"
+        )
+
+
+def _read_header(path: Path, name: str, size: int, label: str) -> bytes:
     with path.open("rb") as file:
         start = file.read(64)
-        _refuse_other_formats(start, label)
+        _refuse_other_formats(start, name, label)
         if len(start) < LENGTH_BYTES:
-            raise CorruptFile(label, WEIGHTS_NAME, f"at least {LENGTH_BYTES} bytes", f"{len(start)} bytes")
+            raise CorruptFile(label, name, f"at least {LENGTH_BYTES} bytes", f"{len(start)} bytes")
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
         if length > MAX_HEADER_BYTES:
             raise CorruptFile(
-                label, WEIGHTS_NAME, f"a header of at most {MAX_HEADER_BYTES} bytes", f"a length of {length}"
+                label, name, f"a header of at most {MAX_HEADER_BYTES} bytes", f"a length of {length}"
             )
         if LENGTH_BYTES + length > size:
             raise CorruptFile(
-                label, WEIGHTS_NAME, f"a header of {length} bytes, as its length says", f"{size} bytes in all"
+                label, name, f"a header of {length} bytes, as its length says", f"{size} bytes in all"
             )
         file.seek(LENGTH_BYTES, os.SEEK_SET)
         return file.read(length)
 
 
-def _refuse_other_formats(start: bytes, label: str) -> None:
+def _refuse_other_formats(start: bytes, name: str, label: str) -> None:
     if start.startswith(b"version https://git-lfs"):
         raise CorruptFile(
-            label, WEIGHTS_NAME, "safetensors", "a Git LFS pointer", "Fetch the file itself: git lfs pull."
+            label, name, "safetensors", "a Git LFS pointer", "Fetch the file itself: git lfs pull."
         )
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise CorruptFile(
-            label, WEIGHTS_NAME, "safetensors", "a web page", "A download failed; fetch the file again."
+            label, name, "safetensors", "a web page", "A download failed; fetch the file again."
         )
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
-        raise PickleRefused(label, WEIGHTS_NAME, "safetensors", "pickled weights under another name")
+        raise PickleRefused(label, name, "safetensors", "pickled weights under another name")

@@ -31,13 +31,17 @@ _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file; begin and end are byte offsets in the file, not in the data section."""
+    """One tensor of a file, under its stored name; begin and end are byte offsets in the file, not in its data.
+
+    file: which of the adapter's weight files it lies in.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,14 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def parse_header(header: bytes, *, file_bytes: int, adapter: str, where: str) -> tuple[TensorEntry, ...]:
+def parse_header(
+    header: bytes, *, file_bytes: int, adapter: str, where: str, file: int = 0
+) -> tuple[TensorEntry, ...]:
     """Return the tensors in the order in which they lie in the file.
 
-    header: the JSON part. file_bytes: the size of the whole file. Raises CorruptFile for a header that does
-    not describe exactly this file, UnsupportedDtype, and EmptyAdapter for no tensors or empty ones.
+    header: the JSON part. file_bytes: the size of the whole file. file: its place among the adapter's weight
+    files. Raises CorruptFile for a header that does not describe exactly this file, UnsupportedDtype, and
+    EmptyAdapter for no tensors or empty ones.
     """
 
     def corrupt(expected: str, found: str) -> AdapterError:
@@ -76,7 +83,7 @@ def parse_header(header: bytes, *, file_bytes: int, adapter: str, where: str) ->
     if not fields:
         raise EmptyAdapter(adapter, where, "at least one tensor", "none")
     start = LENGTH_BYTES + len(header)
-    entries = [_parse_entry(name, entry, start, adapter, where) for name, entry in fields.items()]
+    entries = [_parse_entry(name, entry, start, adapter, where, file) for name, entry in fields.items()]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     place = start
     for entry in entries:
@@ -99,7 +106,7 @@ def parse_header(header: bytes, *, file_bytes: int, adapter: str, where: str) ->
     return tuple(entries)
 
 
-def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str) -> TensorEntry:
+def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str, file: int) -> TensorEntry:
     def corrupt(expected: str, found: object) -> CorruptFile:
         return CorruptFile(adapter, f"{where}: {name[:200]}", expected, str(found)[:200])
 
@@ -121,7 +128,7 @@ def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str)
         raise corrupt(f"{expected} bytes for {dtype} {shape}", f"{offsets[1] - offsets[0]} bytes")
     if expected == 0:
         raise EmptyAdapter(adapter, f"{where}: {name[:200]}", "a tensor with elements", f"shape {shape}")
-    return TensorEntry(name, dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    return TensorEntry(name, dtype, tuple(shape), start + offsets[0], start + offsets[1], file)
 
 
 def _is_natural_list(value: object) -> bool:

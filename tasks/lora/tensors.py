@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -23,12 +23,12 @@ _BITS = {
 
 
 class TensorReader:
-    """Reads tensors of one open weight file, each into memory of its own."""
+    """Reads tensors of an adapter's open weight files, each into memory of its own."""
 
-    def __init__(self, files: AdapterFiles, descriptor: int) -> None:
-        """Made by `open_tensors`, which also closes the file."""
+    def __init__(self, files: AdapterFiles, descriptors: Sequence[int]) -> None:
+        """Made by `open_tensors`, which also closes the files. descriptors: in the order of `files.weights`."""
         self._files = files
-        self._descriptor = descriptor
+        self._descriptors = descriptors
 
     def read_tensor(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor with the shape and dtype of its entry. Raises CorruptFile if the file shrank."""
@@ -39,8 +39,9 @@ class TensorReader:
     def read_into(self, entry: TensorEntry, buffer: memoryview) -> None:
         """Fill `buffer`, as long as the tensor, with its bytes. Raises CorruptFile if the file shrank."""
         place = entry.begin
+        descriptor = self._descriptors[entry.file]
         while buffer:
-            count = os.preadv(self._descriptor, [buffer], place)
+            count = os.preadv(descriptor, [buffer], place)
             if count == 0:
                 raise CorruptFile(
                     self._files.label,
@@ -54,12 +55,13 @@ class TensorReader:
 
 @contextmanager
 def open_tensors(files: AdapterFiles) -> Iterator[TensorReader]:
-    """Yield a reader of the folder's weight file, closed afterwards."""
-    descriptor = os.open(files.weights, os.O_RDONLY)
-    try:
-        yield TensorReader(files, descriptor)
-    finally:
-        os.close(descriptor)
+    """Yield a reader of the folder's weight files, closed afterwards."""
+    with ExitStack() as stack:
+        descriptors = []
+        for weights in files.weights:
+            descriptors.append(os.open(weights.path, os.O_RDONLY))
+            stack.callback(os.close, descriptors[-1])
+        yield TensorReader(files, descriptors)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
