@@ -41,7 +41,7 @@ from tasks.lora.layouts import Packing
 from tasks.lora.plan import plan_control, plan_conversion
 
 Tensors = dict[str, torch.Tensor]
-EXPERT_1 = f"{PREFIX}.1.mlp.experts.1"
+EXPERT_0, EXPERT_1 = (f"{PREFIX}.1.mlp.experts.{expert}" for expert in (0, 1))
 
 
 def prepare(
@@ -82,7 +82,9 @@ def test_right_conversion_passes_with_its_figures(tmp_path: Path, packing: str, 
     assert figures["size"]["bytes"] == 4 * numbers
     assert figures["trained"] == {"routed_experts": 1.0, "attention": 1.0, "router": 1.0}
     assert figures["round_trip"] == {"tensors": 28, "compared": 28, "differing": 0}
-    assert figures["scaling"]["scaling"] == 2.0
+    modules = LAYERS * (3 * EXPERTS + 5)
+    assert figures["scaling"] == {"scaling": 2.0, "expected": 2.0, "modules": modules, "differing": 0}
+    assert figures["zeros"] == {"nonzero": 0}
 
 
 def swap(first: str, second: str) -> Callable[[Tensors], None]:
@@ -247,7 +249,7 @@ def test_square_factor_read_the_other_way_is_found(tmp_path: Path, packing: str,
 def test_control_fails_the_round_trip(tmp_path: Path) -> None:
     """The check is not blind to the packing: the other reading does not give the source back."""
     found = prepare(tmp_path)
-    convert_adapter(found.files, plan_control(plan_conversion(found.layout)), tmp_path / "control")
+    convert_adapter(found.files, plan_control(found.layout), tmp_path / "control")
     assert failed(check_conversion(found.files, tmp_path / "control", found.layout)) == ["round_trip"]
 
 

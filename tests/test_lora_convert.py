@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import math
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +23,14 @@ from lora_builders import (
     PREFIX,
     RANK,
     Logical,
+    Separate,
     attention,
     encode,
+    encode_experts,
+    expert_name,
     make_base,
     save_adapter,
+    spell_out,
 )
 from safetensors.torch import load_file
 
@@ -31,6 +40,7 @@ from tasks.lora.errors import CorruptFile, DestinationExists
 from tasks.lora.inspect import inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.plan import plan_control, plan_conversion
+from tasks.lora.target import TargetFormat
 
 PACKINGS = ("rank_major", "grouped_by_expert")
 ENCODINGS = list(itertools.product(PACKINGS, ("standard", "swapped")))
@@ -40,27 +50,43 @@ def convert(
     source: Path, destination: Path, base: BaseConfig, forced: str, *, control: bool = False
 ) -> ConvertedFiles:
     found = inspect_adapter(source, base, label=LABEL, forced=Packing(forced), header_only=True)
-    plan = plan_conversion(found.layout)
-    return convert_adapter(found.files, plan_control(plan) if control else plan, destination)
+    plan = (plan_control if control else plan_conversion)(found.layout)
+    return convert_adapter(found.files, plan, destination)
 
 
-def expert_name(layer: int, expert: int, projection: str, factor: str) -> str:
-    return f"{PREFIX}.{layer}.mlp.experts.{expert}.{projection}.lora_{factor}.weight"
+# sha256 of adapter_model.safetensors, as it was when each form was first written. A change of one is a change of
+# what is served under old digests: bump the step's version, and say what changed.
+GOLDEN = {
+    "float32": "bbd17eaf76d33816082d73fe31a59f5ce0febbe2eae60829185360c88cfe4af2",
+    "bfloat16": "295149e8bffec81159e1c00ed118c713c80938f9a9b098463ff3cde428aaa4a4",
+    "square": "ffc892039d3565d612f79c0325279e6656ee3875c008fc838040b18a6d11e05c",
+    "displaced": "83342a2ab3079bd4f55ad39685ad4ebfb6dba4d65e783deddb62e6cc77aa78ee",
+}
+GOLDEN_CONTROLS = {
+    ("rank_major", "standard"): "4768169e101971bb08d82a7a01bdac435accb06f2414e40abb306ee63547cccb",
+    ("rank_major", "swapped"): "198df6670a80af905416483103eef88a0463dfe1743febfca914fdd8c5c65bb9",
+    ("grouped_by_expert", "standard"): "8c1e258608a3a78efa6f2ba93756fb4f55e05160256618cd8923cb1320bd5ae8",
+    ("grouped_by_expert", "swapped"): "92fc30ef5b5aa10f93f9dcf8fd54d7f2fb8e461d529ffcbeeeb57c7af0bf132e",
+}
 
 
-def expected_tensors(logical: Logical) -> dict[str, torch.Tensor]:
-    """What the output must hold, spelled out expert by expert."""
-    tensors = {}
-    for layer in logical.layers:
-        for e in range(logical.experts):
-            gate_up, down = (layer, "gate_up_proj"), (layer, "down_proj")
-            tensors[expert_name(layer, e, "gate_proj", "A")] = logical.a[gate_up][e]
-            tensors[expert_name(layer, e, "up_proj", "A")] = logical.a[gate_up][e]
-            tensors[expert_name(layer, e, "gate_proj", "B")] = logical.b[gate_up][e][: logical.inter]
-            tensors[expert_name(layer, e, "up_proj", "B")] = logical.b[gate_up][e][logical.inter :]
-            tensors[expert_name(layer, e, "down_proj", "A")] = logical.a[down][e]
-            tensors[expert_name(layer, e, "down_proj", "B")] = logical.b[down][e]
-    return tensors
+@pytest.mark.parametrize(("packing", "orientation"), ENCODINGS)
+def test_golden_bytes(tmp_path: Path, packing: str, orientation: str) -> None:
+    def digest(name: str, tensors: dict[str, torch.Tensor], *, control: bool = False, **config: int) -> str:
+        source = save_adapter(tmp_path / name, tensors, **config)
+        base = make_base()
+        if name == "square":
+            base = make_base(hidden_size=32, moe_intermediate_size=12, num_local_experts=8)
+        return convert(source, tmp_path / f"{name}-made", base, packing, control=control).files[1].sha256
+
+    def stack(**sizes: Any) -> dict[str, torch.Tensor]:
+        return encode(Logical(**sizes), packing=packing, orientation=orientation)
+
+    assert digest("float32", stack() | attention()) == GOLDEN["float32"]
+    assert digest("bfloat16", stack(dtype=torch.bfloat16) | attention()) == GOLDEN["bfloat16"]
+    assert digest("square", stack(rank=4, experts=8, hidden=32, inter=12), r=4) == GOLDEN["square"]
+    assert digest("displaced", stack(rank=1), control=True, r=1) == GOLDEN["displaced"]
+    assert digest("control", stack() | attention(), control=True) == GOLDEN_CONTROLS[packing, orientation]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -77,7 +103,7 @@ def test_four_encodings_become_identical_bytes(tmp_path: Path, dtype: torch.dtyp
         digests.add(tuple((file.name, file.bytes, file.sha256) for file in made.files))
     assert len(digests) == 1
     found = load_file(tmp_path / "made" / name / "adapter_model.safetensors")
-    expected = expected_tensors(logical) | others
+    expected = spell_out(logical) | others
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype
@@ -139,7 +165,7 @@ def test_wrong_packing_gives_other_deltas(tmp_path: Path, packing: str, orientat
     convert(source, tmp_path / "wrong", base, wrong)
     found = load_file(tmp_path / "wrong" / "adapter_model.safetensors")
     assert {key: value.shape for key, value in found.items()} == {
-        key: value.shape for key, value in expected_tensors(logical).items()
+        key: value.shape for key, value in spell_out(logical).items()
     }
     for layer, e in itertools.product(logical.layers, range(EXPERTS)):
         right = logical.b[layer, "down_proj"][e] @ logical.a[layer, "down_proj"][e]
@@ -184,7 +210,7 @@ def test_square_projection_is_decided_by_its_sibling(
     source = save_adapter(tmp_path / "source", encode(logical, packing=packing, orientation=orientation))
     convert(source, tmp_path / "made", base, packing)
     found = load_file(tmp_path / "made" / "adapter_model.safetensors")
-    for key, tensor in expected_tensors(logical).items():
+    for key, tensor in spell_out(logical).items():
         assert torch.equal(found[key], tensor), key
 
 
@@ -201,7 +227,7 @@ def test_parameters_may_be_packed_differently(tmp_path: Path) -> None:
     found = inspect_adapter(source, make_base(), label=LABEL)
     convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "made")
     made = load_file(tmp_path / "made" / "adapter_model.safetensors")
-    for key, tensor in expected_tensors(logical).items():
+    for key, tensor in spell_out(logical).items():
         assert torch.equal(made[key], tensor), key
 
 
@@ -214,7 +240,7 @@ def test_mixed_dtypes_survive_and_stay_aligned(tmp_path: Path) -> None:
     made = convert_adapter(found.files, plan_conversion(found.layout), tmp_path / "made")
     assert made.dtype == "BF16,F32"
     loaded = load_file(tmp_path / "made" / "adapter_model.safetensors")
-    for key, tensor in (expected_tensors(logical) | odd).items():
+    for key, tensor in (spell_out(logical) | odd).items():
         assert loaded[key].dtype == tensor.dtype
         assert torch.equal(loaded[key], tensor), key
 
@@ -231,10 +257,11 @@ def test_only_sparse_layers_are_expected(tmp_path: Path) -> None:
     made = convert(source, tmp_path / "made", base, "rank_major")
     loaded = load_file(tmp_path / "made" / "adapter_model.safetensors")
     assert made.pairs == EXPERTS * 3
-    assert loaded.keys() == (expected_tensors(logical) | dense).keys()
+    assert loaded.keys() == (spell_out(logical) | dense).keys()
 
 
 def test_config_says_what_the_trainer_applied(tmp_path: Path) -> None:
+    """With rsLoRA, alpha is the one that acts the same without it."""
     source = save_adapter(
         tmp_path / "source",
         encode(Logical()) | attention(),
@@ -245,10 +272,10 @@ def test_config_says_what_the_trainer_applied(tmp_path: Path) -> None:
     )
     made = convert(source, tmp_path / "made", make_base(), "rank_major")
     config = json.loads((tmp_path / "made" / "adapter_config.json").read_text("utf-8"))
+    assert config.pop("lora_alpha") / RANK == pytest.approx(ALPHA / math.sqrt(RANK), rel=1e-15)
     assert config == {
         "base_model_name_or_path": "Qwen/Qwen3-30B-A3B",
         "bias": "none",
-        "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": RANK,
@@ -263,17 +290,9 @@ def test_config_says_what_the_trainer_applied(tmp_path: Path) -> None:
             "v_proj",
         ],
         "task_type": "CAUSAL_LM",
-        "use_rslora": True,
+        "use_rslora": False,
     }
     assert (made.rank, made.max_lora_rank, made.format, made.dtype) == (RANK, 8, "per-expert", "F32")
-
-
-def test_path_of_the_trainers_machine_is_not_kept(tmp_path: Path) -> None:
-    """lorax#315, #51: a base named by a path or not at all must not be followed."""
-    source = save_adapter(tmp_path / "source", encode(Logical()), base_model_name_or_path="/home/me/qwen")
-    convert(source, tmp_path / "made", make_base(), "rank_major")
-    config = json.loads((tmp_path / "made" / "adapter_config.json").read_text("utf-8"))
-    assert config["base_model_name_or_path"] is None
 
 
 def test_digests_sizes_and_progress_are_those_of_the_files(tmp_path: Path) -> None:
@@ -295,7 +314,61 @@ def test_digests_sizes_and_progress_are_those_of_the_files(tmp_path: Path) -> No
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert steps[-1] == (weights, weights)
     assert digest_adapter(found.files, plan) == made.files, "known without writing anything"
-    assert digest_adapter(found.files, plan_control(plan)) != made.files
+    assert digest_adapter(found.files, plan_control(found.layout)) != made.files
+
+
+class SlowDigest:
+    """A sha256 that takes its time before it looks at the data."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._digest = hashlib.new("sha256", data)
+
+    def update(self, data: bytes) -> None:
+        time.sleep(0.003)
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+@pytest.mark.parametrize("format", TargetFormat)
+def test_digest_is_that_of_the_file_however_slow_the_hashing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: TargetFormat
+) -> None:
+    """Blocks are hashed while the next one is made, in memory that is used again."""
+    source = save_adapter(tmp_path / "source", encode_experts(Separate()) | attention())
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    plan = plan_conversion(found.layout, format)
+    monkeypatch.setattr("tasks.lora.write.hashlib.sha256", SlowDigest)
+    made = convert_adapter(found.files, plan, tmp_path / "made")
+    alone = digest_adapter(found.files, plan)
+    monkeypatch.undo()
+    weights = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
+    assert made.files[1].sha256 == alone[1].sha256 == hashlib.sha256(weights).hexdigest()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSPC], ids=["unsupported", "full"])
+def test_full_disk_shows_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A file system that cannot reserve a file's place is written to all the same."""
+    source = save_adapter(tmp_path / "source", encode(Logical()))
+    found = inspect_adapter(source, make_base(), label=LABEL)
+    plan = plan_conversion(found.layout)
+
+    def reserve(descriptor: int, offset: int, size: int) -> None:
+        assert (offset, size, os.fstat(descriptor).st_size) == (0, plan.predicted_bytes, 0)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    destination = tmp_path / "out" / "made"
+    if code == errno.ENOSPC:
+        with pytest.raises(OSError, match="No space left"):
+            convert_adapter(found.files, plan, destination)
+        assert list((tmp_path / "out").iterdir()) == []
+    else:
+        made = convert_adapter(found.files, plan, destination)
+        assert made.files == digest_adapter(found.files, plan)
 
 
 class Killed(BaseException):

@@ -1,11 +1,8 @@
-"""Unstacking, and telling the orientation from shapes."""
+"""Telling the orientation from shapes."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lora_builders import EXPERTS, HIDDEN, INTER, LABEL, RANK
 
 from tasks.lora.errors import (
@@ -16,66 +13,7 @@ from tasks.lora.errors import (
     RankUnsupported,
     ShapeMismatch,
 )
-from tasks.lora.layouts import Orientation, Packing, PairShapes, decide_orientation, unstack_factor
-from tasks.lora.names import Factor
-
-sizes = st.integers(min_value=1, max_value=6)
-
-
-def numbers(experts: int, rank: int, inside: int, out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E, rank, in) and B (E, out, rank), every number different."""
-    a = torch.arange(experts * rank * inside).reshape(experts, rank, inside)
-    return a, -1 - torch.arange(experts * out * rank).reshape(experts, out, rank)
-
-
-def stack(a: torch.Tensor, b: torch.Tensor, packing: str, orientation: str) -> dict[Factor, torch.Tensor]:
-    """The stored pair, filled row by row and column by column as the producers define it."""
-    experts, rank, _ = a.shape
-    rows, columns = (b.transpose(1, 2), a) if orientation == "swapped" else (a, b.transpose(1, 2))
-    stored_a = torch.zeros(experts * rank, rows.shape[2], dtype=a.dtype)
-    stored_b = torch.zeros(columns.shape[2], experts * rank, dtype=a.dtype)
-    for e in range(experts):
-        for j in range(rank):
-            stored_a[e * rank + j] = rows[e, j]
-            stored_b[:, j * experts + e if packing == "rank_major" else e * rank + j] = columns[e, j]
-    return {Factor.A: stored_a, Factor.B: stored_b}
-
-
-def unstack(
-    stored: dict[Factor, torch.Tensor], experts: int, packing: Packing, orientation: Orientation
-) -> list[torch.Tensor]:
-    return [
-        unstack_factor(
-            stored[orientation.stored(factor)],
-            factor,
-            experts=experts,
-            packing=packing,
-            orientation=orientation,
-        )
-        for factor in Factor
-    ]
-
-
-@given(sizes, sizes, sizes, sizes, st.sampled_from(Packing), st.sampled_from(Orientation))
-def test_unstacking_undoes_stacking(
-    experts: int, rank: int, inside: int, out: int, packing: Packing, orientation: Orientation
-) -> None:
-    a, b = numbers(experts, rank, inside, out)
-    found = unstack(stack(a, b, packing, orientation), experts, packing, orientation)
-    assert torch.equal(found[0], a)
-    assert torch.equal(found[1], b)
-
-
-@given(sizes, sizes, sizes, sizes, st.sampled_from(Packing), st.sampled_from(Orientation))
-def test_packings_agree_only_where_there_is_nothing_to_pack(
-    experts: int, rank: int, inside: int, out: int, packing: Packing, orientation: Orientation
-) -> None:
-    """E = r is not degenerate; E = 1 and r = 1 are. The stored lora_A knows no packing."""
-    a, b = numbers(experts, rank, inside, out)
-    misread = unstack(stack(a, b, packing, orientation), experts, packing.other, orientation)
-    packed, unpacked = (0, 1) if orientation is Orientation.SWAPPED else (1, 0)
-    assert torch.equal(misread[packed], (a, b)[packed]) == (experts == 1 or rank == 1)
-    assert torch.equal(misread[unpacked], (a, b)[unpacked])
+from tasks.lora.layouts import Orientation, PairShapes, decide_orientation
 
 
 def pair(
@@ -88,11 +26,11 @@ def pair(
     stacked = EXPERTS * RANK
     standard = orientation == "standard"
     a, b = ((stacked, inside), (out, stacked)) if standard else ((stacked, out), (inside, stacked))
-    return PairShapes(f"layer {layer} {parameter}", a, b, inside, out, *sibling)
+    return PairShapes(f"layer {layer} {parameter}", a, b, RANK, inside, out, *sibling)
 
 
-def decide(*pairs: PairShapes) -> Orientation:
-    return decide_orientation(pairs, experts=EXPERTS, rank=RANK, adapter=LABEL)
+def decide(*pairs: PairShapes, by_version: Orientation | None = None) -> Orientation:
+    return decide_orientation(pairs, experts=EXPERTS, adapter=LABEL, by_version=by_version)
 
 
 @pytest.mark.parametrize("orientation", Orientation)
@@ -110,6 +48,14 @@ def test_lone_square_projection_is_not_guessed(parameter: str, hidden: int, inte
         decide(pair(parameter, "standard", hidden=hidden, inter=inter))
 
 
+@pytest.mark.parametrize("says", Orientation)
+def test_version_is_asked_only_where_shapes_leave_it_open(says: Orientation) -> None:
+    square = pair("down", "standard", hidden=7, inter=7)
+    assert decide(square, by_version=says) is says
+    for orientation in Orientation:
+        assert decide(square, pair("gate_up", orientation, hidden=7, inter=7), by_version=says) is orientation
+
+
 def test_layers_must_agree() -> None:
     """unsloth-zoo#1269: one verdict for the whole file, never one for each tensor."""
     with pytest.raises(LayoutConflict, match=r"layer 1 down: .*swapped pair.*layer 0 gate_up is standard"):
@@ -117,7 +63,7 @@ def test_layers_must_agree() -> None:
 
 
 def shapes(a: tuple[int, ...], b: tuple[int, ...]) -> PairShapes:
-    return PairShapes("some key", a, b, HIDDEN, 2 * INTER, INTER, HIDDEN)
+    return PairShapes("some key", a, b, RANK, HIDDEN, 2 * INTER, INTER, HIDDEN)
 
 
 @pytest.mark.parametrize(

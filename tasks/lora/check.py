@@ -7,12 +7,14 @@ layout says. Whether the layout was *read* right is another matter, settled by e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tasks.lora.config import AdapterConfig, effective_scaling, read_adapter_config
+from tasks.lora.config import AdapterConfig, read_adapter_config
 from tasks.lora.errors import (
     AdapterError,
     DeltaMismatch,
@@ -21,11 +23,18 @@ from tasks.lora.errors import (
     NonFinite,
     RoundTripMismatch,
 )
+from tasks.lora.expected import list_expected, list_served
 from tasks.lora.families import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.header import TensorSpec
-from tasks.lora.reading import AdapterLayout
-from tasks.lora.rebuild import Findings, compare_adapters, list_expected
+from tasks.lora.rebuild import Findings, compare_adapters
+from tasks.lora.sources import AdapterLayout
+from tasks.lora.target import TargetFormat
+
+_Patterns = Sequence[tuple[re.Pattern[str], float]]
+
+# An alpha can miss the one number that gives a scaling exactly by the last bit or two of a float64.
+_LAST_BITS = 2.0**-51
 
 
 class CheckName(StrEnum):
@@ -37,6 +46,7 @@ class CheckName(StrEnum):
     FINITE = "finite"
     TRAINED = "trained"
     SHARED_A = "shared_a"
+    ZEROS = "zeros"
     ROUND_TRIP = "round_trip"
 
 
@@ -72,29 +82,36 @@ _FAILURES: dict[CheckName, tuple[str, type[AdapterError]]] = {
     CheckName.FINITE: ("finite values", NonFinite),
     CheckName.TRAINED: ("routed experts that moved", ExpertsUntrained),
     CheckName.SHARED_A: ("one A for all projections of a parameter", DeltaMismatch),
+    CheckName.ZEROS: ("zeros where the source has nothing", DeltaMismatch),
     CheckName.ROUND_TRIP: ("every number of the source, bit for bit", RoundTripMismatch),
 }
 
 
-def check_conversion(source: AdapterFiles, converted: Path, layout: AdapterLayout) -> CheckReport:
+def check_conversion(
+    source: AdapterFiles,
+    converted: Path,
+    layout: AdapterLayout,
+    format: TargetFormat = TargetFormat.PER_EXPERT,
+) -> CheckReport:
     """Return the result of every check on the adapter in the folder `converted`.
 
-    source, layout: what it was converted from. Reads both weight files whole, one parameter at a time.
-    Raises like open_adapter and read_adapter_config where the converted folder itself cannot be read.
+    source, layout: what it was converted from. format: what it was converted to. Reads all weights whole, one
+    parameter at a time. Raises like open_adapter and read_adapter_config where the converted folder cannot be read.
     """
     output = open_adapter(converted, label=layout.label)
     config = read_adapter_config(converted, label=layout.label)
-    expected = list(list_expected(layout))
-    findings = compare_adapters(source, output, layout, expected)
+    expected = list(list_expected(layout, format))
+    findings = compare_adapters(source, output, layout, format, expected)
     return CheckReport(
         layout.label,
         (
             _check_coverage(output, layout, expected),
             _check_size(output, expected),
-            _check_scaling(config, layout),
+            _check_scaling(config, layout, format),
             _check_finite(findings),
             _check_trained(findings),
             _check_shared_a(findings),
+            _check_zeros(findings, layout),
             _check_round_trip(source, findings),
         ),
     )
@@ -114,7 +131,9 @@ def _check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: list[Ten
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(found.keys() - expected.keys())
     wrong = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
-    routed = (len(expected) - len(missing) - len(layout.modules)) // 2
+    # Where experts are stacked, each tensor holds a factor of several pairs.
+    routed = len(expected) - len(layout.modules)
+    pairs = layout.expert_pairs * (routed - len(missing)) // routed
     faults = [*missing, *extra, *wrong]
     detail = f"{layout.expert_pairs} expert pairs and {len(layout.modules)} other tensors, each once"
     if faults:
@@ -122,7 +141,7 @@ def _check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: list[Ten
             f"{len(missing)} tensors missing, {len(extra)} too many, {len(wrong)} of another shape or dtype"
         )
     figures = (
-        ("pairs", routed),
+        ("pairs", pairs),
         ("pairs_expected", layout.expert_pairs),
         ("missing", len(missing)),
         ("extra", len(extra)),
@@ -138,11 +157,41 @@ def _check_size(output: AdapterFiles, specs: list[TensorSpec]) -> CheckResult:
     return CheckResult(CheckName.SIZE, found == expected, detail, (("bytes", found), ("expected", expected)))
 
 
-def _check_scaling(config: AdapterConfig, layout: AdapterLayout) -> CheckResult:
-    expected, found = effective_scaling(layout.config), effective_scaling(config)
-    passed = found == expected and config.r == layout.rank
-    detail = f"scaling {found:g} at rank {config.r}, source {expected:g} at rank {layout.rank}"
-    return CheckResult(CheckName.SCALING, passed, detail, (("scaling", found), ("expected", expected)))
+def _check_scaling(config: AdapterConfig, layout: AdapterLayout, format: TargetFormat) -> CheckResult:
+    modules = list(list_served(layout, format))
+    ranks, alphas = _compile(config.rank_pattern), _compile(config.alpha_pattern)
+    differing = []
+    for module in modules:
+        rank, scaling = _read_as_engine(module.name, config, ranks, alphas)
+        if rank != module.rank or not math.isclose(scaling, module.scaling, rel_tol=_LAST_BITS):
+            differing.append((module, rank, scaling))
+    module, rank, scaling = (
+        differing[0] if differing else (modules[0], *_read_as_engine(modules[0].name, config, ranks, alphas))
+    )
+    detail = f"scaling {scaling:g} at rank {rank}, source {module.scaling:g} at rank {module.rank}"
+    figures = (
+        ("scaling", scaling),
+        ("expected", module.scaling),
+        ("modules", len(modules)),
+        ("differing", len(differing)),
+    )
+    return CheckResult(CheckName.SCALING, not differing, detail, figures, module.name if differing else "")
+
+
+def _read_as_engine(
+    name: str, config: AdapterConfig, ranks: _Patterns, alphas: _Patterns
+) -> tuple[int, float]:
+    """Return the rank and the scaling that the engine gives a module.
+
+    Source: vLLM 0.32 lora/peft_helper.py, get_rank_and_scaling.
+    """
+    rank = next((int(value) for pattern, value in ranks if pattern.match(name)), config.r)
+    alpha = next((value for pattern, value in alphas if pattern.match(name)), config.lora_alpha)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _compile(patterns: Mapping[str, float] | None) -> _Patterns:
+    return [(re.compile(rf"(.*\.)?({key})$"), value) for key, value in (patterns or {}).items()]
 
 
 def _check_finite(findings: Findings) -> CheckResult:
@@ -172,6 +221,19 @@ def _check_shared_a(findings: Findings) -> CheckResult:
     detail = f"{count} parameters whose projections have different A" if count else "gate and up share A"
     where = findings.unshared[0] if count else ""
     return CheckResult(CheckName.SHARED_A, not count, detail, (("differing", count),), where)
+
+
+def _check_zeros(findings: Findings, layout: AdapterLayout) -> CheckResult:
+    count = len(findings.nonzero)
+    detail = (
+        f"{', '.join(layout.absent)} not trained: zeros"
+        if layout.absent
+        else "nothing but what the source has"
+    )
+    if count:
+        detail = f"{count} tensors with numbers that the source does not have"
+    where = findings.nonzero[0] if count else ""
+    return CheckResult(CheckName.ZEROS, not count, detail, (("nonzero", count),), where)
 
 
 def _check_round_trip(source: AdapterFiles, findings: Findings) -> CheckResult:

@@ -1,34 +1,44 @@
-"""Executing a plan: one source tensor at a time, from the adapter's folder to a new one."""
+"""Executing a plan: one block at a time, from the adapter's folder to a new one."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 
 import torch
 
+from tasks.lora.blocks import Piece, PlannedBlock
 from tasks.lora.config import smallest_max_lora_rank
 from tasks.lora.files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles
-from tasks.lora.header import format_header
-from tasks.lora.layouts import unstack_factor
-from tasks.lora.names import Factor
-from tasks.lora.plan import ConversionPlan, ExpertTake, PlannedTensor
+from tasks.lora.header import ITEM_BYTES, TensorEntry
+from tasks.lora.plan import ConversionPlan
+from tasks.lora.rearrange import one_thread, rearrange
+from tasks.lora.target import TargetFormat, format_target_config
 from tasks.lora.tensors import TensorReader, open_tensors
-from tasks.lora.write import Progress, WrittenFile, staged_folder, write_file, write_safetensors
+from tasks.lora.views import whole
+from tasks.lora.write import (
+    HELD_BLOCKS,
+    Progress,
+    WrittenFile,
+    digest_safetensors,
+    staged_folder,
+    write_file,
+    write_safetensors,
+)
 
-FORMAT = "per-expert"
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedFiles:
     """What a conversion wrote. pairs: (A, B) pairs of single experts' projections.
 
-    max_lora_rank: the smallest engine setting that serves it.
+    rank: the largest. max_lora_rank: the smallest engine setting that serves it.
     """
 
     files: tuple[WrittenFile, ...]
@@ -36,7 +46,7 @@ class ConvertedFiles:
     rank: int
     max_lora_rank: int
     dtype: str
-    format: str
+    format: TargetFormat
 
 
 def convert_adapter(
@@ -44,24 +54,26 @@ def convert_adapter(
 ) -> ConvertedFiles:
     """Write the planned adapter to `destination`, which appears whole or not at all.
 
-    Memory: one source tensor and one rearranged copy of it. Raises DestinationExists, CorruptFile if the
+    Memory: a few times the largest source tensor and the largest block. Raises DestinationExists, CorruptFile if the
     source shrank meanwhile, and OSError from the disk.
     """
-    with staged_folder(destination) as folder, open_tensors(source) as reader:
+    with (
+        staged_folder(destination) as folder,
+        open_tensors(source) as reader,
+        one_thread(),
+        closing(_make_blocks(reader, plan)) as blocks,
+    ):
         weights = write_safetensors(
-            folder / WEIGHTS_NAME,
-            [tensor.spec for tensor in plan.tensors],
-            _list_blocks(reader, plan),
-            progress,
+            folder / WEIGHTS_NAME, plan.header, blocks, plan.predicted_bytes, progress
         )
-        config = write_file(folder / CONFIG_NAME, format_adapter_config(plan))
+        config = write_file(folder / CONFIG_NAME, _format_config(plan))
     return ConvertedFiles(
         files=(config, weights),
         pairs=plan.pairs,
         rank=plan.rank,
         max_lora_rank=smallest_max_lora_rank(plan.rank),
         dtype=plan.dtype,
-        format=FORMAT,
+        format=plan.format,
     )
 
 
@@ -70,71 +82,92 @@ def digest_adapter(source: AdapterFiles, plan: ConversionPlan) -> tuple[WrittenF
 
     Raises CorruptFile if the source shrank meanwhile.
     """
-    specs = [tensor.spec for tensor in plan.tensors]
-    weights = hashlib.sha256(format_header(specs))
-    with open_tensors(source) as reader:
-        for block in _list_blocks(reader, plan):
-            weights.update(block)
-    config = format_adapter_config(plan)
+    with open_tensors(source) as reader, one_thread(), closing(_make_blocks(reader, plan)) as blocks:
+        weights = digest_safetensors(plan.header, blocks)
+    config = _format_config(plan)
     return (
         WrittenFile(CONFIG_NAME, len(config), hashlib.sha256(config).hexdigest()),
-        WrittenFile(WEIGHTS_NAME, plan.predicted_bytes, weights.hexdigest()),
+        WrittenFile(WEIGHTS_NAME, plan.predicted_bytes, weights),
     )
 
 
-def format_adapter_config(plan: ConversionPlan) -> bytes:
-    """Return the adapter_config.json of the output: what vLLM and PEFT need, nothing else.
+def _format_config(plan: ConversionPlan) -> bytes:
+    return format_target_config(plan.modules, format=plan.format, base_model=plan.base_model)
 
-    The base's name is kept where it is a hub name; a path of the trainer's machine means nothing elsewhere.
+
+def _make_blocks(reader: TensorReader, plan: ConversionPlan) -> Generator[memoryview]:
+    """Yield each block's bytes, in memory that is left alone while HELD_BLOCKS blocks are held."""
+    largest = max(block.data_bytes for block in plan.blocks)
+    pieces = [piece for block in plan.blocks for piece in block.pieces]
+    scratch = bytearray(largest)
+    staging = bytearray(largest if any(piece.place is not None for piece in pieces) else 0)
+    memories = cycle([bytearray(largest) for _ in range(HELD_BLOCKS + 1)])
+    held: tuple[TensorEntry, ...] = ()
+    with closing(_read_ahead(reader, plan)) as reads:
+        for block in plan.blocks:
+            if _is_copy(block):
+                if block.pieces[0].sources != held:
+                    stored, held = next(reads), block.pieces[0].sources
+                yield memoryview(stored)[: block.data_bytes]
+                continue
+            memory = next(memories)
+            data = _cast(memory, block.dtype, block.data_bytes)
+            if not block.pieces or block.pieces[0].place is not None:
+                data.zero_()
+            for piece in block.pieces:
+                if piece.sources != held:
+                    stored, held = next(reads), piece.sources
+                source = _cast(stored, block.dtype, _stored_bytes(piece))
+                size = piece.view.size * source.itemsize
+                parts = _cast(scratch, block.dtype, size)
+                if piece.place is None:
+                    rearrange(source, piece.view, data, parts)
+                else:
+                    rows, place = _cast(staging, block.dtype, size), piece.place
+                    rearrange(source, piece.view, rows, parts)
+                    data.as_strided(place.shape, place.strides, place.offset).copy_(rows.view(place.shape))
+            yield memoryview(memory)[: block.data_bytes]
+
+
+def _is_copy(block: PlannedBlock) -> bool:
+    """Return whether the block is what one piece's sources hold, byte for byte."""
+    if len(block.pieces) != 1 or block.pieces[0].place is not None:
+        return False
+    return block.pieces[0].view == whole(*block.pieces[0].view.shape)
+
+
+def _read_ahead(reader: TensorReader, plan: ConversionPlan) -> Generator[bytearray]:
+    """Yield the bytes of each run of pieces with the same sources; meanwhile a second thread reads the next.
+
+    Blocks may point into this memory; it is left alone while HELD_BLOCKS of them are held.
     """
-    name = plan.base_model
-    fields = {
-        "base_model_name_or_path": name if name and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) else None,
-        "bias": "none",
-        "lora_alpha": plan.alpha,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": plan.rank,
-        "target_modules": list(plan.target_modules),
-        "task_type": "CAUSAL_LM",
-        "use_rslora": plan.use_rslora,
-    }
-    return (json.dumps(fields, indent=2) + "\n").encode("utf-8")
+    pieces = [piece for block in plan.blocks for piece in block.pieces]
+    runs = [next(run) for _, run in groupby(pieces, key=lambda piece: piece.sources)]
+    size = max(map(_stored_bytes, runs))
+    # The oldest held block may point into one; those after it and the one in the making can use up more; one is read.
+    count = 1 + HELD_BLOCKS * max(len(block.pieces) for block in plan.blocks) + 1
+    buffers = [bytearray(size) for _ in range(count)]
+    with ThreadPoolExecutor(1) as helper:
+        coming = helper.submit(_read_all, reader, runs[0].sources, memoryview(buffers[0]))
+        for place, following in enumerate([*runs[1:], None]):
+            coming.result()
+            if following is not None:
+                other = memoryview(buffers[(place + 1) % len(buffers)])
+                coming = helper.submit(_read_all, reader, following.sources, other)
+            yield buffers[place % len(buffers)]
 
 
-def _list_blocks(reader: TensorReader, plan: ConversionPlan) -> Iterator[memoryview]:
-    for source, tensors in groupby(plan.tensors, key=lambda tensor: tensor.source):
-        stored = reader.read_tensor(source)
-        for _, group in groupby(tensors, key=_block_key):
-            yield _as_bytes(_take_block(stored, tuple(group), plan.experts))
+def _read_all(reader: TensorReader, sources: tuple[TensorEntry, ...], buffer: memoryview) -> None:
+    for entry in sources:
+        size = entry.end - entry.begin
+        reader.read_into(entry, buffer[:size])
+        buffer = buffer[size:]
 
 
-def _block_key(tensor: PlannedTensor) -> tuple[str, Factor] | None:
-    return None if tensor.take is None else (tensor.take.projection, tensor.take.factor)
+def _stored_bytes(piece: Piece) -> int:
+    return len(piece.sources) * (piece.sources[0].end - piece.sources[0].begin)
 
 
-def _take_block(stored: torch.Tensor, group: tuple[PlannedTensor, ...], experts: int) -> torch.Tensor:
-    """Return the tensors of a group, which differ in the expert alone, one after another in memory."""
-    takes = [tensor.take for tensor in group if tensor.take is not None]
-    if not takes:
-        return stored
-    each = unstack_factor(
-        _cut_projection(stored, takes[0]),
-        takes[0].factor,
-        experts=experts,
-        packing=takes[0].packing,
-        orientation=takes[0].orientation,
-    )
-    order = [take.expert for take in takes]
-    return each if order == list(range(experts)) else each[order]
-
-
-def _cut_projection(stored: torch.Tensor, take: ExpertTake) -> torch.Tensor:
-    if take.factor is Factor.A:
-        return stored
-    axis = 0 if take.orientation.stored(take.factor) is Factor.B else 1
-    return stored.narrow(axis, take.rows[0], take.rows[1] - take.rows[0])
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data.cast("B")
+def _cast(buffer: bytearray, dtype: str, size: int) -> torch.Tensor:
+    """Return the first bytes of a buffer as integers as wide as the dtype, so that all bits survive every copy."""
+    return torch.frombuffer(buffer, dtype=_INTEGERS[ITEM_BYTES[dtype]], count=size // ITEM_BYTES[dtype])

@@ -1,4 +1,4 @@
-"""How the factors of all experts are stacked in one tensor, and the way out.
+"""How the factors of all experts can be stacked in one tensor, and what their shapes tell of it.
 
 Letters: E experts, r rank. Source: PEFT tuners/lora/layer.py, ParamWrapper: 0.19.1 to 0.21.2 standard,
 earlier ones swapped for parameters stored (E, out, in); unsloth_zoo <= 2026.9.5
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from tasks.lora.errors import (
     AdapterError,
@@ -21,9 +20,6 @@ from tasks.lora.errors import (
     ShapeMismatch,
 )
 from tasks.lora.names import Factor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Packing(StrEnum):
@@ -51,53 +47,39 @@ class Orientation(StrEnum):
         return Factor.B if factor is Factor.A else Factor.A
 
 
-def unstack_factor(
-    stored: Tensor, factor: Factor, *, experts: int, packing: Packing, orientation: Orientation
-) -> Tensor:
-    """Return one factor of every expert, A (E, rank, in) or B (E, out, rank), from the tensor that holds it.
-
-    stored: whichever of the pair holds the factor; lora_A (E·rank, x) or lora_B (x, E·rank). lora_A always has its
-    experts slowest along its rows; the packing is lora_B's alone. The delta of expert e is B[e] @ A[e].
-    """
-    if orientation.stored(factor) is Factor.A:
-        each = stored.reshape(experts, -1, stored.shape[1])
-    elif packing is Packing.RANK_MAJOR:
-        # A copy, because torch transposes two dimensions six times faster than it rearranges three.
-        each = stored.reshape(-1, experts).T.contiguous().reshape(experts, stored.shape[0], -1)
-    else:
-        each = stored.reshape(stored.shape[0], experts, -1).permute(1, 0, 2)
-    return each if orientation is Orientation.STANDARD else each.transpose(1, 2)
-
-
 @dataclass(frozen=True, slots=True)
 class PairShapes:
     """The stored shapes of one stacked pair, and the sizes of the parameter it changes.
 
-    where: the key of its lora_A. sibling_in, sibling_out: the sizes of the layer's other parameter, to tell
-    exchanged names from another base.
+    where: the stored name of its lora_A. rank: as the config says. sibling_in, sibling_out: the sizes of the layer's
+    other parameter, to tell exchanged names from another base.
     """
 
     where: str
     a: tuple[int, ...]
     b: tuple[int, ...]
+    rank: int
     in_size: int
     out_size: int
     sibling_in: int
     sibling_out: int
 
 
-def decide_orientation(pairs: Sequence[PairShapes], *, experts: int, rank: int, adapter: str) -> Orientation:
+def decide_orientation(
+    pairs: Sequence[PairShapes], *, experts: int, adapter: str, by_version: Orientation | None
+) -> Orientation:
     """Return the one orientation that fits every pair of every layer.
 
-    A pair with in = out fits both; its siblings then decide. Raises ShapeMismatch, RankUnsupported or
-    BaseMismatch for a pair that fits neither, LayoutConflict where pairs need different ones or where the
-    two parameters' names are exchanged, OrientationUndecided where all pairs fit both.
+    A pair with in = out fits both; its siblings then decide. by_version: what the version of the program that wrote
+    the file says, asked where all pairs fit both. Raises ShapeMismatch, RankUnsupported or BaseMismatch for a pair
+    that fits neither, LayoutConflict where pairs need different ones or where the two parameters' names are
+    exchanged, OrientationUndecided where nothing tells.
     """
     decided: dict[Orientation, PairShapes] = {}
     for pair in pairs:
-        fitting = _fitting(pair.a, pair.b, experts * rank, pair.in_size, pair.out_size)
-        if not fitting:
-            raise _explain(pair, experts, rank, adapter)
+        fitting = list_fitting(pair.a, pair.b, pair.in_size, pair.out_size)
+        if not fitting or pair.a[0] != experts * pair.rank:
+            raise _explain(pair, experts, adapter)
         if len(fitting) == 1:
             decided.setdefault(fitting[0], pair)
     if len(decided) > 1:
@@ -109,24 +91,30 @@ def decide_orientation(pairs: Sequence[PairShapes], *, experts: int, rank: int, 
             f"a swapped pair {swapped.a} {swapped.b}",
             "The file was put together from two programs' output; save it again with one of them.",
         )
-    if not decided:
+    if decided:
+        return next(iter(decided))
+    if by_version is None:
         raise OrientationUndecided(
-            adapter, pairs[0].where, "a pair that fits one orientation only", f"in = out = {pairs[0].in_size}"
+            adapter,
+            pairs[0].where,
+            "a pair that fits one orientation only, or the version of PEFT that wrote it",
+            f"in = out = {pairs[0].in_size}, and no such version",
         )
-    return next(iter(decided))
+    return by_version
 
 
-def _fitting(
-    a: tuple[int, ...], b: tuple[int, ...], stacked: int, in_size: int, out_size: int
-) -> list[Orientation]:
-    shapes = {
-        Orientation.STANDARD: ((stacked, in_size), (out_size, stacked)),
-        Orientation.SWAPPED: ((stacked, out_size), (in_size, stacked)),
-    }
-    return [orientation for orientation, shape in shapes.items() if shape == (a, b)]
+def list_fitting(
+    a: tuple[int, ...], b: tuple[int, ...], in_size: int, out_size: int
+) -> tuple[Orientation, ...]:
+    """Return the orientations under which stored factors of these shapes change a parameter of these sizes."""
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return ()
+    sizes = {Orientation.STANDARD: (in_size, out_size), Orientation.SWAPPED: (out_size, in_size)}
+    return tuple(orientation for orientation, found in sizes.items() if found == (a[1], b[0]))
 
 
-def _explain(pair: PairShapes, experts: int, rank: int, adapter: str) -> AdapterError:
+def _explain(pair: PairShapes, experts: int, adapter: str) -> AdapterError:
+    rank = pair.rank
     found = f"lora_A {pair.a} and lora_B {pair.b}"
     if len(pair.a) != 2 or len(pair.b) != 2 or pair.a[0] != pair.b[1]:
         return ShapeMismatch(
@@ -141,7 +129,7 @@ def _explain(pair: PairShapes, experts: int, rank: int, adapter: str) -> Adapter
                 fits += f", or rank {stacked // experts} for {experts} experts"
             return BaseMismatch(adapter, pair.where, expected, fits)
         return RankUnsupported(adapter, pair.where, expected, f"{stacked} rows")
-    if _fitting(pair.a, pair.b, stacked, pair.sibling_in, pair.sibling_out):
+    if list_fitting(pair.a, pair.b, pair.sibling_in, pair.sibling_out):
         return LayoutConflict(
             adapter,
             pair.where,

@@ -1,4 +1,4 @@
-"""The plan of a conversion: what every tensor of the output is made of. Frozen, printable, no tensor data.
+"""The plan of a conversion: where every number of the output comes from. Frozen, printable, no tensor data.
 
 The output is in canonical order, whatever the order and the encoding of the source: wider dtypes first (so
 that each tensor stays aligned), then layer, parameter, A before B, projection, expert. Thus all encodings of
@@ -8,14 +8,27 @@ one adapter become the same bytes, each source tensor is read once, and the file
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from tasks.lora.families import ExpertParameter
-from tasks.lora.header import ITEM_BYTES, TensorEntry, TensorSpec, format_header
-from tasks.lora.layouts import Orientation, Packing
-from tasks.lora.names import ExpertKey, Factor, format_key
-from tasks.lora.reading import AdapterLayout, ModuleTensor, StackedPair
+from tasks.lora.blocks import (
+    Piece,
+    PlannedBlock,
+    list_expert_blocks,
+    list_module_blocks,
+    list_stacked_blocks,
+    pairs_of,
+    stacked_rank,
+    stand_in,
+)
+from tasks.lora.config import MAX_LORA_RANKS
+from tasks.lora.errors import RankUnsupported, UnsupportedConfig
+from tasks.lora.families import ExpertParameter, TensorClass
+from tasks.lora.header import ITEM_BYTES, TensorSpec, format_header
+from tasks.lora.names import PREFIX, ExpertKey, Factor, format_key
+from tasks.lora.packing import PackingDecision
+from tasks.lora.sources import AdapterLayout, SourceForm
+from tasks.lora.target import TargetFormat, TargetModule
 
 
 class PlanKind(StrEnum):
@@ -27,139 +40,168 @@ class PlanKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTake:
-    """One projection's factor of one expert, out of a stacked tensor.
-
-    rows: begin and end of the projection among the parameter's output rows; they cut B alone, since all
-    projections of a parameter share A.
-    """
-
-    factor: Factor
-    projection: str
-    expert: int
-    rows: tuple[int, int]
-    packing: Packing
-    orientation: Orientation
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
-    """One tensor of the output and the source tensor it comes from; without a take, a plain copy of it."""
-
-    spec: TensorSpec
-    source: TensorEntry
-    take: ExpertTake | None
-
-
-@dataclass(frozen=True, slots=True)
 class ConversionPlan:
     """Everything a conversion writes, in the order of writing.
 
-    rank, alpha, use_rslora: as the trainer applied them. pairs: (A, B) pairs of single experts' projections.
-    dtype: those in use, such as "BF16" or "BF16,F32". predicted_bytes: of the weight file.
+    As text: each block's tensors, and indented the sources that it is made of: for each, the shape that is taken, from
+    which element on and by which strides, and where in the block it is placed, if it does not fill it front to back.
+    rank: the largest. pairs: (A, B) pairs of single experts' projections, those of zeros included. dtype: those in use,
+    such as "BF16" or "BF16,F32". modules: what is served, with rank and scaling. header: the weight file's first bytes,
+    before the blocks. predicted_bytes: the size of the weight file.
     """
 
     adapter: str
     kind: PlanKind
-    experts: int
+    format: TargetFormat
     rank: int
-    alpha: float
-    use_rslora: bool
     pairs: int
     dtype: str
-    target_modules: tuple[str, ...]
+    modules: tuple[TargetModule, ...]
     base_model: str | None
-    tensors: tuple[PlannedTensor, ...]
+    blocks: tuple[PlannedBlock, ...]
+    header: bytes = field(repr=False)
     predicted_bytes: int
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """Every tensor, in the order of writing."""
+        return [tensor for block in self.blocks for tensor in block.tensors]
 
     def __str__(self) -> str:
         head = (
-            f"{self.kind} of {self.adapter}: {len(self.tensors)} tensors, {self.pairs} expert pairs, "
-            f"rank {self.rank}, alpha {self.alpha:g}{' (rsLoRA)' if self.use_rslora else ''}, {self.dtype}, "
-            f"{self.predicted_bytes} bytes"
+            f"{self.kind} of {self.adapter}, {self.format}: {len(self.tensors)} tensors, {self.pairs} expert pairs, "
+            f"rank {self.rank}, {self.dtype}, {self.predicted_bytes} bytes"
         )
-        return "\n".join([head, *map(_format_tensor, self.tensors)])
+        return "\n".join([head, *map(_format_block, self.blocks)])
 
 
-def plan_conversion(layout: AdapterLayout) -> ConversionPlan:
-    """Return the plan that turns the adapter into per-expert factors, other tensors unchanged."""
-    tensors = sorted(_list_tensors(layout), key=lambda tensor: -ITEM_BYTES[tensor.spec.dtype])
-    projections = {name for parameter in layout.family.parameters for name in parameter.projections}
-    modules = {module.key.template.rpartition(".")[2] for module in layout.modules}
-    return ConversionPlan(
-        adapter=layout.label,
-        kind=PlanKind.CONVERSION,
-        experts=layout.base.experts,
-        rank=layout.rank,
-        alpha=layout.config.lora_alpha,
-        use_rslora=layout.config.use_rslora,
-        pairs=layout.expert_pairs,
-        dtype=",".join(sorted({tensor.spec.dtype for tensor in tensors})),
-        target_modules=tuple(sorted(projections | modules)),
-        base_model=layout.config.base_model_name_or_path,
-        tensors=tuple(tensors),
-        predicted_bytes=_predict_bytes(tensors),
-    )
+def plan_conversion(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_EXPERT) -> ConversionPlan:
+    """Return the plan that turns the adapter into the target format, factors of other modules unchanged.
+
+    layout: with the packing of every stacked parameter decided. Raises for a stacked target UnsupportedDtype,
+    UnsupportedConfig and RankUnsupported where gate and up of one expert cannot share a tensor.
+    """
+    return _plan(layout, format, PlanKind.CONVERSION)
 
 
-def plan_control(plan: ConversionPlan) -> ConversionPlan:
+def plan_control(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_EXPERT) -> ConversionPlan:
     """Return the plan of the control: the same source, read so that every expert gets wrong factors.
 
-    With the other packing; at rank 1, where both packings are the same, each expert's B moved one expert on.
+    With the other packing; where no pair has one, in another form or at rank 1, each expert gets the factor B of the
+    one before it (A, where all experts share B). Raises like `plan_conversion`.
     """
-    kind = PlanKind.OTHER_PACKING if plan.rank > 1 else PlanKind.DISPLACED_EXPERTS
-    tensors = tuple(
-        tensor if tensor.take is None else replace(tensor, take=_mislead(tensor.take, kind, plan.experts))
-        for tensor in plan.tensors
+    if layout.form is SourceForm.STACKED and any(pair.rank > 1 for pair in layout.pairs):
+        other = replace(layout, packing=tuple(map(_reverse, layout.packing)))
+        return _plan(other, format, PlanKind.OTHER_PACKING)
+    return _plan(layout, format, PlanKind.DISPLACED_EXPERTS)
+
+
+def _plan(layout: AdapterLayout, format: TargetFormat, kind: PlanKind) -> ConversionPlan:
+    blocks = sorted(_list_blocks(layout, format, kind), key=lambda block: -ITEM_BYTES[block.dtype])
+    modules = tuple(_list_modules(layout, format))
+    header = format_header([tensor for block in blocks for tensor in block.tensors])
+    return ConversionPlan(
+        adapter=layout.label,
+        kind=kind,
+        format=format,
+        rank=max(module.rank for module in modules),
+        pairs=layout.expert_pairs,
+        dtype=",".join(sorted({block.dtype for block in blocks})),
+        modules=modules,
+        base_model=layout.config.base_model_name_or_path,
+        blocks=tuple(blocks),
+        header=header,
+        predicted_bytes=len(header) + sum(block.data_bytes for block in blocks),
     )
-    return replace(plan, kind=kind, tensors=tensors)
 
 
-def _mislead(take: ExpertTake, kind: PlanKind, experts: int) -> ExpertTake:
-    if kind is PlanKind.OTHER_PACKING:
-        return replace(take, packing=take.packing.other)
-    return take if take.factor is Factor.A else replace(take, expert=(take.expert - 1) % experts)
+def _reverse(decision: PackingDecision) -> PackingDecision:
+    return replace(
+        decision,
+        value=decision.value.other if decision.value is not None else None,
+        by_layer=tuple((layer, packing.other) for layer, packing in decision.by_layer),
+    )
 
 
-def _list_tensors(layout: AdapterLayout) -> Iterator[PlannedTensor]:
-    parts: list[StackedPair | ModuleTensor] = [*layout.pairs, *layout.modules]
-    for part in sorted(parts, key=lambda part: part.layer):
-        if isinstance(part, StackedPair):
-            yield from _list_expert_tensors(layout, part)
-        else:
-            entry = part.entry
-            yield PlannedTensor(TensorSpec(entry.name, entry.dtype, entry.shape), entry, None)
+def _list_blocks(layout: AdapterLayout, format: TargetFormat, kind: PlanKind) -> Iterator[PlannedBlock]:
+    list_parameter = list_expert_blocks if format is TargetFormat.PER_EXPERT else list_stacked_blocks
+    displaced = kind is PlanKind.DISPLACED_EXPERTS
+    for layer in range(layout.base.layers):
+        if layer in layout.base.sparse_layers:
+            for parameter in layout.family.parameters:
+                yield from list_parameter(layout, layer, parameter, displaced=displaced)
+        yield from list_module_blocks(layout, layer)
 
 
-def _list_expert_tensors(layout: AdapterLayout, pair: StackedPair) -> Iterator[PlannedTensor]:
-    parameter = next(item for item in layout.family.parameters if item.name == pair.parameter)
-    packing = layout.packing_of(pair.parameter)
-    for factor in Factor:
-        source = pair.stored(layout.orientation.stored(factor))
-        for index, projection in enumerate(parameter.projections):
-            rows = _rows(layout, parameter, index)
-            columns = layout.base.size(parameter.in_size)
-            shape = (layout.rank, columns) if factor is Factor.A else (rows[1] - rows[0], layout.rank)
-            for expert in range(layout.base.experts):
-                name = format_key(ExpertKey(pair.layer, expert, projection, factor), layout.family)
-                take = ExpertTake(factor, projection, expert, rows, packing, layout.orientation)
-                yield PlannedTensor(TensorSpec(name, source.dtype, shape), source, take)
+def _list_modules(layout: AdapterLayout, format: TargetFormat) -> Iterator[TargetModule]:
+    for layer in layout.base.sparse_layers:
+        for parameter in layout.family.parameters:
+            if format is TargetFormat.PER_EXPERT:
+                yield from _list_expert_modules(layout, layer, parameter)
+            else:
+                yield _find_stacked_module(layout, layer, parameter)
+    for module in layout.modules:
+        if module.key.factor is Factor.A:
+            name = _module_name(format_key(module.key, layout.family))
+            wrapped = f"{name}.weight" if module.key.kind is TensorClass.ROUTER else None
+            yield TargetModule(name, module.scale.rank, module.scale.scaling, wrapped)
 
 
-def _rows(layout: AdapterLayout, parameter: ExpertParameter, index: int) -> tuple[int, int]:
-    share = layout.base.size(parameter.out_size) // len(parameter.projections)
-    return index * share, (index + 1) * share
+def _list_expert_modules(
+    layout: AdapterLayout, layer: int, parameter: ExpertParameter
+) -> Iterator[TargetModule]:
+    pairs = {name: pair for pair in pairs_of(layout, layer, parameter) for name in pair.projections}
+    stacked = _stacked_name(layout, layer, parameter)
+    for projection in parameter.projections:
+        pair = pairs.get(projection, stand_in(layout, layer))
+        for expert in range(layout.base.experts):
+            name = _module_name(format_key(ExpertKey(layer, expert, projection, Factor.A), layout.family))
+            yield TargetModule(name, layout.rank_of(pair), pair.scale.scaling, stacked)
 
 
-def _predict_bytes(tensors: list[PlannedTensor]) -> int:
-    specs = [tensor.spec for tensor in tensors]
-    return len(format_header(specs)) + sum(spec.data_bytes for spec in specs)
+def _find_stacked_module(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> TargetModule:
+    pairs = pairs_of(layout, layer, parameter)
+    rank, name = stacked_rank(layout, layer, parameter), _stacked_name(layout, layer, parameter)
+    scalings = sorted({pair.scale.scaling for pair in pairs or [stand_in(layout, layer)]})
+    if len(scalings) > 1:
+        raise UnsupportedConfig(
+            layout.label,
+            name,
+            f"one scaling for {' and '.join(parameter.projections)}, which are stacked in one tensor",
+            " and ".join(f"{scaling:g}" for scaling in scalings),
+            "Convert it to the per-expert format.",
+        )
+    if rank > MAX_LORA_RANKS[-1]:
+        found = f"{rank}: {' and '.join(parameter.projections)} need components of their own"
+        raise RankUnsupported(
+            layout.label,
+            name,
+            f"a stacked rank of at most {MAX_LORA_RANKS[-1]}",
+            found,
+            "Convert it to the per-expert format.",
+        )
+    return TargetModule(name, rank, scalings[0])
 
 
-def _format_tensor(tensor: PlannedTensor) -> str:
-    head = f"{tensor.spec.name} {tensor.spec.dtype} {tensor.spec.shape} <- {tensor.source.name}"
-    take = tensor.take
-    if take is None:
-        return f"{head}: as it is"
-    rows = f", rows {take.rows[0]}:{take.rows[1]}" if take.factor is Factor.B else ""
-    return f"{head}: {take.factor} of expert {take.expert}{rows}, {take.packing}, {take.orientation}"
+def _stacked_name(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> str:
+    return f"{layout.family.experts.format(layer=layer)}.{parameter.name}"
+
+
+def _module_name(key: str) -> str:
+    return key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+
+
+def _format_block(block: PlannedBlock) -> str:
+    first = block.tensors[0]
+    head = f"{first.name} {first.dtype} {first.shape}"
+    if len(block.tensors) > 1:
+        head += f" and {len(block.tensors) - 1} more up to {block.tensors[-1].name}"
+    return "\n".join([head, *(map(_format_piece, block.pieces) if block.pieces else ["    zeros"])])
+
+
+def _format_piece(piece: Piece) -> str:
+    first = piece.sources[0].name
+    more = f" and {len(piece.sources) - 1} more" if len(piece.sources) > 1 else ""
+    place = piece.place
+    to = f", placed from {place.offset} by {place.strides}" if place is not None else ""
+    return f"    {first}{more}: {piece.view.shape} from {piece.view.offset} by {piece.view.strides}{to}"

@@ -1,31 +1,27 @@
-"""The converted factors held against the source, number by number.
+"""The converted factors put back into the source's form and held against it, number by number.
 
 Everything is compared as *lines*: line (e, j) of a factor is what component j of expert e contributes, a
-vector over the inputs (A) or the outputs (B). Where a line stands in the source is computed here in plain
-arithmetic, not with the conversion's own reshaping.
+vector over the inputs (A) or the outputs (B). Where a line stands, in the source and in the output, is computed
+here in plain arithmetic, not with the conversion's own views.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from tasks.lora.expected import ServedGroup, list_groups, list_owners
 from tasks.lora.families import ExpertParameter, TensorClass
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.layouts import Orientation, Packing
-from tasks.lora.names import ExpertKey, Factor, format_key
-from tasks.lora.reading import AdapterLayout, ModuleTensor, StackedPair
-from tasks.lora.tensors import (
-    TORCH_DTYPES,
-    TensorReader,
-    bits,
-    count_nonfinite,
-    open_tensors,
-    take_magnitudes,
-)
+from tasks.lora.names import Factor, format_key
+from tasks.lora.rearrange import one_thread
+from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
+from tasks.lora.target import TargetFormat
+from tasks.lora.tensors import TensorReader, bits, count_nonfinite, open_tensors, take_magnitudes
 
 
 @dataclass(slots=True)
@@ -33,34 +29,28 @@ class Findings:
     """What the comparison met, filled as it goes.
 
     compared: source tensors. differing: those not found again bit for bit. unshared: parameters whose
-    projections do not share A. nonfinite: (tensor, count). trained: class to one truth value a pair.
+    projections do not share A. nonzero: output tensors with numbers where the source has none. nonfinite: (tensor,
+    count). trained: class to one truth value a pair.
     """
 
     compared: int = 0
     differing: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    nonzero: list[str] = field(default_factory=list)
     nonfinite: list[tuple[str, int]] = field(default_factory=list)
     trained: dict[TensorClass, list[bool]] = field(default_factory=dict)
 
 
-def list_expected(layout: AdapterLayout) -> Iterator[TensorSpec]:
-    """Yield every tensor that the converted adapter must hold: the base's sizes, the source's dtypes."""
-    for pair in layout.pairs:
-        for factor in Factor:
-            dtype = pair.stored(_holder(layout, factor)).dtype
-            shape = _expert_shape(layout, pair, factor)
-            for names in _list_names(layout, pair, factor):
-                yield from (TensorSpec(name, dtype, shape) for name in names)
-    for module in layout.modules:
-        yield TensorSpec(module.entry.name, module.entry.dtype, module.entry.shape)
-
-
 def compare_adapters(
-    source: AdapterFiles, converted: AdapterFiles, layout: AdapterLayout, expected: list[TensorSpec]
+    source: AdapterFiles,
+    converted: AdapterFiles,
+    layout: AdapterLayout,
+    format: TargetFormat,
+    expected: list[TensorSpec],
 ) -> Findings:
     """Return what comparing all data of both files found; parts whose tensors are missing are left out.
 
-    expected: what `list_expected` gives.
+    expected: what `list_expected` gives. Memory: a few times the largest stacked factor.
     """
     shapes = {spec.name: (spec.dtype, spec.shape) for spec in expected}
     usable = {
@@ -69,137 +59,214 @@ def compare_adapters(
         if shapes.get(entry.name) == (entry.dtype, entry.shape)
     }
     findings = Findings()
-    with open_tensors(source) as old, open_tensors(converted) as new:
-        for pair in layout.pairs:
-            _compare_pair(old, new, usable, layout, pair, findings)
+    with open_tensors(source) as old, open_tensors(converted) as new, one_thread():
+        comparison = _Comparison(old, new, usable, layout, format, findings)
+        for layer in layout.base.sparse_layers:
+            for parameter in layout.family.parameters:
+                comparison.compare_parameter(layer, parameter)
         for first, second in zip(layout.modules[::2], layout.modules[1::2], strict=True):
-            _compare_modules(old, new, usable, (first, second), findings)
+            comparison.compare_modules((first, second))
     return findings
 
 
-def _compare_pair(
-    old: TensorReader,
-    new: TensorReader,
-    entries: dict[str, TensorEntry],
-    layout: AdapterLayout,
-    pair: StackedPair,
-    findings: Findings,
-) -> None:
-    names = {factor: list(_list_names(layout, pair, factor)) for factor in Factor}
-    if not all(name in entries for groups in names.values() for group in groups for name in group):
-        return
-    moved: dict[Factor, list[torch.Tensor]] = {}
-    for factor in Factor:
-        blocks = [_read_block(new, [entries[name] for name in group]) for group in names[factor]]
-        lines = [
-            bits(block if factor is Factor.A else block.transpose(1, 2)).flatten(0, 1) for block in blocks
-        ]
-        stored = _holder(layout, factor)
-        expected = _read_lines(old, layout, pair, stored)
-        findings.compared += 1
-        if factor is Factor.A:
-            same = torch.equal(lines[0], expected)
-            if not all(torch.equal(lines[0], other) for other in lines[1:]):
-                findings.unshared.append(f"layer {pair.layer} {pair.parameter}")
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Both files while they are compared; `entries` are the output's tensors that are as expected."""
+
+    old: TensorReader
+    new: TensorReader
+    entries: Mapping[str, TensorEntry]
+    layout: AdapterLayout
+    format: TargetFormat
+    findings: Findings
+
+    def compare_parameter(self, layer: int, parameter: ExpertParameter) -> None:
+        groups = {
+            factor: list(list_groups(self.layout, self.format, layer, parameter, factor)) for factor in Factor
+        }
+        if not all(
+            name in self.entries for found in groups.values() for group in found for name in group.names
+        ):
+            return
+        pairs = list_owners(self.layout, layer, parameter.projections)
+        moved: dict[Factor, dict[str, torch.Tensor]] = {}
+        for factor in Factor:
+            if self.format is TargetFormat.STACKED:
+                moved[factor] = self._compare_stacked(groups[factor][0], parameter, pairs, factor)
+            else:
+                moved[factor] = self._compare_experts(groups[factor], pairs, factor)
+        routed = self.findings.trained.setdefault(TensorClass.ROUTED_EXPERTS, [])
+        for projection, a_moved in moved[Factor.A].items():
+            routed.extend((a_moved & moved[Factor.B][projection]).any(dim=1).tolist())
+
+    def compare_modules(self, pair: tuple[ModuleTensor, ModuleTensor]) -> None:
+        moved = []
+        for module in pair:
+            name = format_key(module.key, self.layout.family)
+            if name not in self.entries:
+                continue
+            tensor = self.new.read_tensor(self.entries[name])
+            self.findings.compared += 1
+            if not torch.equal(bits(tensor), bits(self.old.read_tensor(module.entry))):
+                self.findings.differing.append(module.entry.name)
+            moved.append(bool(self._note_values((name,), tensor.unsqueeze(0)).any()))
+        moved_both = len(moved) == len(pair) and all(moved)
+        self.findings.trained.setdefault(pair[0].key.kind, []).append(moved_both)
+
+    def _compare_experts(
+        self, groups: list[ServedGroup], pairs: list[ExpertPair], factor: Factor
+    ) -> dict[str, torch.Tensor]:
+        """Compare one factor with one tensor per expert; return for each trained projection (experts, rank): moved?"""
+        lines = {group.projections[0]: self._read_expert_lines(group, factor) for group in groups}
+        trained: set[str] = set()
+        for pair in pairs:
+            trained.update(pair.projections)
+            parts = [bits(lines[projection]) for projection in pair.projections]
+            shared = factor is Factor.A and not self.layout.block_diagonal
+            if shared and not all(torch.equal(parts[0], other) for other in parts[1:]):
+                self.findings.unshared.append(f"layer {pair.layer} {pair.parameter}")
+            self._compare_source(
+                pair, factor, _join(parts, factor, block_diagonal=self.layout.block_diagonal)
+            )
+        moved = {}
+        for group in groups:
+            projection = group.projections[0]
+            if projection not in trained:
+                self.findings.nonzero += [
+                    name
+                    for name, part in zip(group.names, bits(lines[projection]), strict=True)
+                    if bool(part.any())
+                ]
+            found = self._note_values(group.names, lines[projection])
+            if projection in trained:
+                moved[projection] = found
+        return moved
+
+    def _compare_stacked(
+        self, group: ServedGroup, parameter: ExpertParameter, pairs: list[ExpertPair], factor: Factor
+    ) -> dict[str, torch.Tensor]:
+        """Compare one factor with one tensor for all experts; return as `_compare_experts` does."""
+        lines = self._read_stacked_lines(group, factor)
+        numbers = int(torch.count_nonzero(bits(lines)))
+        share = lines.shape[2] // len(parameter.projections)
+        parts: dict[str, torch.Tensor] = {}
+        first = 0
+        for pair in pairs:
+            part = lines[:, first : first + pair.rank]
+            first += pair.rank
+            if factor is Factor.B:
+                row = parameter.projections.index(pair.projections[0]) * share
+                part = part[:, :, row : row + share * len(pair.projections)]
+            numbers -= int(torch.count_nonzero(bits(part)))
+            self._compare_source(pair, factor, bits(part))
+            parts |= self._split(pair, part, factor)
+        if numbers:
+            self.findings.nonzero.append(group.names[0])
+        self._note_values(group.names, lines)  # overwrites the lines with their magnitudes
+        return {projection: bits(part).amax(dim=2) != 0 for projection, part in parts.items()}
+
+    def _split(
+        self, pair: ExpertPair, part: torch.Tensor, factor: Factor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each projection's own lines among those of its pair."""
+        count = len(pair.projections)
+        for place, projection in enumerate(pair.projections):
+            own = part
+            if self.layout.block_diagonal:
+                own = own.chunk(count, dim=1)[place]
+            if factor is Factor.B:
+                own = own.chunk(count, dim=2)[place]
+            yield projection, own
+
+    def _compare_source(self, pair: ExpertPair, factor: Factor, rebuilt: torch.Tensor) -> None:
+        """Compare (experts, components, positions) of the output with what the source has there."""
+        entries = self._holders(pair, factor)
+        found = self._read_source_lines(pair, factor)
+        self.findings.compared += len(entries)
+        if torch.equal(found, rebuilt):
+            return
+        if len(entries) == 1:
+            self.findings.differing.append(entries[0].name)
         else:
-            shares = expected.chunk(len(lines), dim=1)
-            same = all(map(torch.equal, lines, shares))
-        if not same:
-            findings.differing.append(pair.stored(stored).name)
-        moved[factor] = [
-            _note_values(group, block, findings) for group, block in zip(names[factor], blocks, strict=True)
-        ]
-    routed = findings.trained.setdefault(TensorClass.ROUTED_EXPERTS, [])
-    for a_moved, b_moved in zip(moved[Factor.A], moved[Factor.B], strict=True):
-        routed.extend((a_moved & b_moved).tolist())
+            self.findings.differing += [
+                entry.name
+                for entry, old, new in zip(entries, found, rebuilt, strict=True)
+                if not torch.equal(old, new)
+            ]
+
+    def _holders(self, pair: ExpertPair, factor: Factor) -> tuple[TensorEntry, ...]:
+        """Return the tensors whose lines are those of the delta's A or B: when swapped, the other factor's."""
+        swapped = self.layout.orientation is Orientation.SWAPPED
+        return pair.a if (factor is Factor.A) is not swapped else pair.b
+
+    def _read_source_lines(self, pair: ExpertPair, factor: Factor) -> torch.Tensor:
+        """Return (experts, components, positions) of the source, as integers.
+
+        Stacked: lora_A has line (e, j) in row e * rank + j; lora_B in a column, j * experts + e when rank-major, e *
+        rank + j when grouped by expert. Else expert e's tensor has line j in row j of lora_A and column j of lora_B.
+        """
+        experts, rank = self.layout.base.experts, pair.rank
+        entries = self._holders(pair, factor)
+        rows = entries is pair.a
+        if self.layout.form is SourceForm.STACKED:
+            tensor = bits(self.old.read_tensor(entries[0]))
+            expert, component = torch.arange(experts).unsqueeze(1), torch.arange(rank).unsqueeze(0)
+            if rows or self.layout.packing_of(pair.parameter, pair.layer) is Packing.GROUPED_BY_EXPERT:
+                places = expert * rank + component
+            else:
+                places = component * experts + expert
+            lines = (tensor if rows else tensor.T.contiguous()).index_select(0, places.flatten())
+            return lines.view(experts, rank, -1)
+        if self.layout.form is SourceForm.PER_EXPERT:
+            each = [bits(self.old.read_tensor(entry)) for entry in entries]
+        else:
+            cube = bits(self.old.read_tensor(entries[0]))
+            each = [cube[expert if len(cube) > 1 else 0] for expert in range(experts)]
+        return torch.stack([tensor if rows else tensor.T for tensor in each])
+
+    def _read_expert_lines(self, group: ServedGroup, factor: Factor) -> torch.Tensor:
+        """Return (experts, rank, positions) of the output's tensors of single experts."""
+        tensors = [self.new.read_tensor(self.entries[name]) for name in group.names]
+        return torch.stack([tensor if factor is Factor.A else tensor.T for tensor in tensors])
+
+    def _read_stacked_lines(self, group: ServedGroup, factor: Factor) -> torch.Tensor:
+        """Return (experts, components, positions) of an output tensor: line (e, j) in row e * rank + j, or column
+        j * experts + e."""
+        tensor = self.new.read_tensor(self.entries[group.names[0]])
+        experts, rank = self.layout.base.experts, group.rank
+        expert, component = torch.arange(experts).unsqueeze(1), torch.arange(rank).unsqueeze(0)
+        if factor is Factor.A:
+            lines = tensor.index_select(0, (expert * rank + component).flatten())
+        else:
+            lines = tensor.T.contiguous().index_select(0, (component * experts + expert).flatten())
+        return lines.view(experts, rank, -1)
+
+    def _note_values(self, names: tuple[str, ...], lines: torch.Tensor) -> torch.Tensor:
+        """Note what is not finite and return which lines hold anything but zeros. Overwrites them.
+
+        lines: (tensors, rank, positions); one name for each tensor, or one for all.
+        """
+        magnitudes = take_magnitudes(lines)
+        peaks = magnitudes.amax(dim=2)
+        if count_nonfinite(peaks, lines.dtype):
+            parts = magnitudes if len(names) > 1 else magnitudes.unsqueeze(0)
+            for name, part in zip(names, parts, strict=True):
+                count = count_nonfinite(part, lines.dtype)
+                if count:
+                    self.findings.nonfinite.append((name, count))
+        return peaks != 0
 
 
-def _holder(layout: AdapterLayout, factor: Factor) -> Factor:
-    """Return the stored factor whose lines are those of the delta's A or B: when swapped, the other one."""
-    if layout.orientation is Orientation.SWAPPED:
-        return Factor.B if factor is Factor.A else Factor.A
-    return factor
-
-
-def _read_lines(
-    reader: TensorReader, layout: AdapterLayout, pair: StackedPair, stored: Factor
-) -> torch.Tensor:
-    """Return (experts * rank, x): line (e, j) of a stored tensor at row e * rank + j.
-
-    A stored lora_A has line (e, j) in row e * rank + j. A stored lora_B has it in a column: j * experts + e
-    when rank_major, e * rank + j when grouped by expert.
-    """
-    tensor = bits(reader.read_tensor(pair.stored(stored)))
-    experts, rank = layout.base.experts, layout.rank
-    expert = torch.arange(experts).unsqueeze(1)
-    component = torch.arange(rank).unsqueeze(0)
-    if stored is Factor.A:
-        return tensor.index_select(0, (expert * rank + component).flatten())
-    if layout.packing_of(pair.parameter) is Packing.RANK_MAJOR:
-        columns = component * experts + expert
-    else:
-        columns = expert * rank + component
-    return tensor.T.contiguous().index_select(0, columns.flatten())
-
-
-def _compare_modules(
-    old: TensorReader,
-    new: TensorReader,
-    entries: dict[str, TensorEntry],
-    pair: tuple[ModuleTensor, ModuleTensor],
-    findings: Findings,
-) -> None:
-    moved = []
-    for module in pair:
-        name = module.entry.name
-        if name not in entries:
-            continue
-        tensor = new.read_tensor(entries[name])
-        findings.compared += 1
-        if not torch.equal(bits(tensor), bits(old.read_tensor(module.entry))):
-            findings.differing.append(name)
-        moved.append(bool(_note_values([name], tensor.unsqueeze(0), findings)))
-    findings.trained.setdefault(pair[0].key.kind, []).append(len(moved) == len(pair) and all(moved))
-
-
-def _note_values(names: list[str], block: torch.Tensor, findings: Findings) -> torch.Tensor:
-    """Return (len(names),): which tensors of the block hold anything but zeros. Overwrites the block."""
-    magnitudes = take_magnitudes(block)
-    peaks = magnitudes.flatten(1).amax(dim=1)
-    if count_nonfinite(peaks, block.dtype):
-        for name, part in zip(names, magnitudes, strict=True):
-            count = count_nonfinite(part, block.dtype)
-            if count:
-                findings.nonfinite.append((name, count))
-    return peaks != 0
-
-
-def _read_block(reader: TensorReader, entries: list[TensorEntry]) -> torch.Tensor:
-    """Return (experts, *shape) from tensors of one shape, wherever they stand."""
-    size = entries[0].end - entries[0].begin
-    buffer = bytearray(size * len(entries))
-    view = memoryview(buffer)
-    for place, entry in enumerate(entries):
-        reader.read_into(entry, view[place * size : (place + 1) * size])
-    flat = torch.frombuffer(buffer, dtype=TORCH_DTYPES[entries[0].dtype])
-    return flat.view(len(entries), *entries[0].shape)
-
-
-def _parameter(layout: AdapterLayout, pair: StackedPair) -> ExpertParameter:
-    return next(item for item in layout.family.parameters if item.name == pair.parameter)
-
-
-def _list_names(layout: AdapterLayout, pair: StackedPair, factor: Factor) -> Iterator[list[str]]:
-    """Yield for each projection the names of all experts' factors."""
-    for projection in _parameter(layout, pair).projections:
-        yield [
-            format_key(ExpertKey(pair.layer, expert, projection, factor), layout.family)
-            for expert in range(layout.base.experts)
-        ]
-
-
-def _expert_shape(layout: AdapterLayout, pair: StackedPair, factor: Factor) -> tuple[int, int]:
-    parameter = _parameter(layout, pair)
+def _join(parts: list[torch.Tensor], factor: Factor, *, block_diagonal: bool) -> torch.Tensor:
+    """Return the lines of a pair from those of its projections."""
+    if len(parts) == 1:
+        return parts[0]
+    if not block_diagonal:
+        return parts[0] if factor is Factor.A else torch.cat(parts, dim=2)
     if factor is Factor.A:
-        return layout.rank, layout.base.size(parameter.in_size)
-    return layout.base.size(parameter.out_size) // len(parameter.projections), layout.rank
+        return torch.cat(parts, dim=1)
+    experts, rank, size = parts[0].shape
+    joined = parts[0].new_zeros((experts, len(parts) * rank, len(parts) * size))
+    for place, part in enumerate(parts):
+        joined[:, place * rank : (place + 1) * rank, place * size : (place + 1) * size] = part
+    return joined

@@ -1,0 +1,118 @@
+"""What a converted adapter must hold, told from the source's layout alone and not from the plan of its conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tasks.lora.families import ExpertParameter
+from tasks.lora.header import TensorSpec
+from tasks.lora.layouts import Orientation
+from tasks.lora.names import PREFIX, ExpertKey, Factor, StackedKey, format_key
+from tasks.lora.sources import AdapterLayout, ExpertPair
+from tasks.lora.target import TargetFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroup:
+    """Output tensors of one shape that together hold a factor of all experts: one for each, or one in all.
+
+    rank: components of each expert in them.
+    """
+
+    projections: tuple[str, ...]
+    names: tuple[str, ...]
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModule:
+    """What an engine scales by itself. name: as the patterns of a config are held against it."""
+
+    name: str
+    rank: int
+    scaling: float
+
+
+def list_expected(layout: AdapterLayout, format: TargetFormat) -> Iterator[TensorSpec]:
+    """Yield every tensor that the converted adapter must hold: the base's sizes, the source's dtypes."""
+    for layer in layout.base.sparse_layers:
+        for parameter in layout.family.parameters:
+            for factor in Factor:
+                for group in list_groups(layout, format, layer, parameter, factor):
+                    yield from (TensorSpec(name, group.dtype, group.shape) for name in group.names)
+    for module in layout.modules:
+        yield TensorSpec(format_key(module.key, layout.family), module.entry.dtype, module.entry.shape)
+
+
+def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedModule]:
+    """Yield every module of the converted adapter with the rank and the scaling that it must have."""
+    for layer in layout.base.sparse_layers:
+        for parameter in layout.family.parameters:
+            for group in list_groups(layout, format, layer, parameter, Factor.A):
+                pairs = list_owners(layout, layer, group.projections) or [_stand_in(layout, layer)]
+                if format is TargetFormat.STACKED:
+                    names = [f"{layout.family.experts.format(layer=layer)}.{parameter.name}"]
+                else:
+                    names = [_module_name(name) for name in group.names]
+                yield from (ServedModule(name, group.rank, pairs[0].scale.scaling) for name in names)
+    for module in layout.modules:
+        if module.key.factor is Factor.A:
+            name = _module_name(format_key(module.key, layout.family))
+            yield ServedModule(name, module.scale.rank, module.scale.scaling)
+
+
+def list_groups(
+    layout: AdapterLayout, format: TargetFormat, layer: int, parameter: ExpertParameter, factor: Factor
+) -> Iterator[ServedGroup]:
+    """Yield the output's tensors of one factor of a parameter."""
+    experts = layout.base.experts
+    in_size, out_size = layout.base.size(parameter.in_size), layout.base.size(parameter.out_size)
+    if format is TargetFormat.STACKED:
+        pairs = list_owners(layout, layer, parameter.projections)
+        rank = sum(pair.rank for pair in pairs) or _own_rank(layout, _stand_in(layout, layer))
+        shape = (experts * rank, in_size) if factor is Factor.A else (out_size, experts * rank)
+        name = format_key(StackedKey(layer, parameter.name, factor), layout.family)
+        dtype = _dtype(layout, layer, pairs, factor)
+        yield ServedGroup(parameter.projections, (name,), rank, dtype, shape)
+        return
+    for projection in parameter.projections:
+        pairs = list_owners(layout, layer, (projection,))
+        rank = _own_rank(layout, pairs[0]) if pairs else _own_rank(layout, _stand_in(layout, layer))
+        share = out_size // len(parameter.projections)
+        names = tuple(
+            format_key(ExpertKey(layer, expert, projection, factor), layout.family)
+            for expert in range(experts)
+        )
+        shape = (rank, in_size) if factor is Factor.A else (share, rank)
+        yield ServedGroup((projection,), names, rank, _dtype(layout, layer, pairs, factor), shape)
+
+
+def list_owners(layout: AdapterLayout, layer: int, projections: tuple[str, ...]) -> list[ExpertPair]:
+    """Return the source's pairs that hold any of these projections of a layer."""
+    return [
+        pair
+        for pair in layout.pairs
+        if pair.layer == layer and not {*pair.projections}.isdisjoint(projections)
+    ]
+
+
+def _own_rank(layout: AdapterLayout, pair: ExpertPair) -> int:
+    return pair.rank // len(pair.projections) if layout.block_diagonal else pair.rank
+
+
+def _stand_in(layout: AdapterLayout, layer: int) -> ExpertPair:
+    """Return the pair whose rank, scaling and dtypes the zeros of its layer take on."""
+    return next(pair for pair in layout.pairs if pair.layer == layer)
+
+
+def _module_name(name: str) -> str:
+    return name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+
+
+def _dtype(layout: AdapterLayout, layer: int, pairs: list[ExpertPair], factor: Factor) -> str:
+    pair = pairs[0] if pairs else _stand_in(layout, layer)
+    swapped = layout.orientation is Orientation.SWAPPED
+    return (pair.a if (factor is Factor.A) is not swapped else pair.b)[0].dtype
