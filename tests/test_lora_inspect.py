@@ -32,6 +32,7 @@ from tasks.lora.errors import (
     ExpertsUntrained,
     LayoutConflict,
     MissingTensor,
+    MixedForms,
     NoExpertKeys,
     NonFinite,
     RankUnsupported,
@@ -101,6 +102,27 @@ def test_strangers_in_the_folder_and_rank_1_are_warned_of(tmp_path: Path) -> Non
     assert any(warning.startswith("rank 1") for warning in found.warnings)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "training", "warned"),
+    [
+        (14, TrainingStatement("unsloth_zoo", "2026.9.7"), True),
+        (14, TrainingStatement("unsloth_zoo", "2026.9.8"), False),
+        (14, TrainingStatement("peft", "0.21.2"), False),
+        (14, None, True),
+        (10, None, False),
+    ],
+)
+def test_squares_that_unsloth_trains_otherwise_than_it_merges(
+    tmp_path: Path, hidden: int, training: TrainingStatement | None, warned: bool
+) -> None:
+    """unsloth_zoo 2026.9.5 to 2026.9.7: forward and merge take a parameter with in = out differently."""
+    mark = {"parameters": {"gate_up_proj": {"lora_B_layout": "rank_major"}}}
+    source = save_adapter(tmp_path / "source", encode(Logical(hidden=hidden)), unsloth_fused_expert_lora=mark)
+    found = inspect_adapter(source, make_base(hidden_size=hidden), label=LABEL, training=training)
+    said = [warning for warning in found.warnings if "unsloth_zoo up to 2026.9.7" in warning]
+    assert [warning.partition(":")[0] for warning in said] == ["gate_up_proj has in = out = 14"] * warned
+
+
 def without(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(names)}
 
@@ -133,12 +155,12 @@ def exchange(name: str) -> str:
             without(INNER), MissingTensor, f"{INNER}.lora_A.weight", "no such tensor", id="one layer's pair"
         ),
         pytest.param(
-            # sglang#32406: only one of the two projections trained.
+            # sglang#32406: only one of the two projections in the file, though the config names both.
             without(f"{PREFIX}.0.mlp.experts.base", f"{PREFIX}.1.mlp.experts.base"),
             MissingTensor,
-            f"{PREFIX}.0.mlp.experts.base_layer.lora_A.weight",
-            "no such tensor",
-            id="only one projection",
+            "the experts' gate_up_proj",
+            f"one pair, {PREFIX}.0.mlp.experts.lora_A.weight, which fits down_proj",
+            id="only one of two projections",
         ),
         pytest.param(
             without(f"{PREFIX}.0.self_attn.q_proj.lora_A"),
@@ -173,9 +195,9 @@ def exchange(name: str) -> str:
             lambda tensors: (
                 tensors | {f"{PREFIX}.0.mlp.experts.0.up_proj.lora_A.weight": torch.ones(RANK, HIDDEN)}
             ),
-            UnsupportedSourceFormat,
-            f"{PREFIX}.0.mlp.experts.0.up_proj.lora_A.weight",
-            "one tensor per expert",
+            MixedForms,
+            f"{PREFIX}.0.mlp.experts.base_layer.lora_A.weight",
+            "stacked ones",
             id="per-expert and stacked in one file",
         ),
         pytest.param(
@@ -231,7 +253,7 @@ def test_misfits(
 @pytest.mark.parametrize(
     ("changes", "error", "found"),
     [
-        ({"hidden_size": 12}, BaseMismatch, "(10, 3)"),
+        ({"hidden_size": 12}, BaseMismatch, "lora_A (12, 10)"),
         ({"moe_intermediate_size": 8}, BaseMismatch, "lora_B (14, 12)"),
         ({"num_local_experts": 6}, BaseMismatch, "12 rows: 4 experts of rank 3, or rank 2 for 6 experts"),
         ({"num_hidden_layers": 1}, BaseMismatch, "layer 1"),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import read_adapter_config
+from tasks.lora.decide import RANK_1, PackedTensor, decide_packing
 from tasks.lora.families import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.layouts import Orientation, Packing
-from tasks.lora.packing import PackingDecision
-from tasks.lora.reading import AdapterLayout, read_layout
-from tasks.lora.trainers import TrainingStatement
-
-FORMAT = "stacked"
+from tasks.lora.names import Factor
+from tasks.lora.packing import PackingDecision, PolicyStatement, ScoresStatement, Source
+from tasks.lora.reading import read_layout
+from tasks.lora.sources import AdapterLayout, SourceForm
+from tasks.lora.statements import list_statements
+from tasks.lora.trainers import TrainingStatement, may_train_squares_transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,10 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """An adapter that fits its base. ranks: one for each class in the file.
+    """An adapter that fits its base. ranks: the largest of each class in the file.
 
-    layers: those with routed experts. pairs: (A, B) pairs of single experts' projections.
-    files, layout: what a conversion is planned from.
+    layers: those with routed experts. packing: one decision for each stacked parameter, () for other forms.
+    pairs: (A, B) pairs of single experts' projections. files, layout: what a conversion is planned from.
     """
 
     label: str
@@ -47,11 +50,16 @@ class Inspection:
     orientation: Orientation
     packing: tuple[PackingDecision, ...]
     pairs: int
-    format: str
+    format: SourceForm
     classes: tuple[ClassSummary, ...]
     warnings: tuple[str, ...]
     files: AdapterFiles
     layout: AdapterLayout
+
+    @property
+    def undecided(self) -> bool:
+        """Whether only scores under both readings can tell a parameter's packing."""
+        return any(decision.undecided for decision in self.packing)
 
 
 def inspect_adapter(
@@ -61,25 +69,66 @@ def inspect_adapter(
     label: str,
     forced: Packing | None = None,
     training: TrainingStatement | None = None,
+    policy: PolicyStatement | None = None,
+    scores: ScoresStatement | None = None,
+    provisional: Packing = Packing.RANK_MAJOR,
     header_only: bool = False,
 ) -> Inspection:
     """Return what the adapter in `directory` is, and how its experts are laid out.
 
-    header_only: read names, shapes and the config, no tensor data. Raises any AdapterError but those of a
-    finished conversion; from the data NonFinite, and ExpertsUntrained where every routed delta is zero.
+    forced: the operator's packing of every parameter. training: what the upload says of itself. policy: the
+    operator's rule for adapters that say nothing. scores: what scoring under both readings showed. provisional: the
+    reading of what none of these tells.
+    header_only: read names, shapes and the config, no tensor data; then nothing but statements tells the packing.
+    Raises any AdapterError but those of a finished conversion; from the data NonFinite, LayoutConflict where it
+    contradicts what is stated, and ExpertsUntrained where every routed delta is zero.
     """
     files = open_adapter(directory, label=label)
     config = read_adapter_config(directory, label=label)
-    layout = read_layout(files, config, base, forced=forced, training=training)
-    fractions: tuple[tuple[TensorClass, float], ...] = ()
-    warnings = layout.warnings
+    layout = read_layout(files, config, base, training=training)
+    parameters = dict.fromkeys(pair.parameter for pair in layout.pairs)
+    statements = {
+        parameter: list_statements(
+            parameter,
+            family=layout.family,
+            config=config,
+            forced=forced,
+            training=training,
+            policy=policy,
+            adapter=label,
+        )
+        for parameter in (parameters if layout.form is SourceForm.STACKED else ())
+    }
+    survey = None
     if not header_only:
         from tasks.lora.survey import survey_tensors  # torch takes seconds to import; headers need none of it
 
         survey = survey_tensors(files, layout)
-        fractions = survey.class_fractions
-        warnings += survey.warnings
-    counts = {TensorClass.ROUTED_EXPERTS: 2 * len(layout.pairs)}
+    packing = tuple(
+        decide_packing(
+            parameter,
+            said,
+            _list_tensors(parameter, layout) if survey is None else survey.list_tensors(parameter),
+            None if survey is None else survey.pool(parameter),
+            scores,
+            provisional=provisional,
+            adapter=label,
+        )
+        for parameter, said in statements.items()
+    )
+    layout = replace(layout, packing=packing)
+    warnings = [*layout.warnings, *_list_packing_warnings(packing), *_list_square_warnings(layout, training)]
+    fractions: dict[TensorClass, float] = {}
+    if survey is not None:
+        from tasks.lora.trained import find_trained, is_block_diagonal
+
+        layout = replace(layout, block_diagonal=is_block_diagonal(survey, layout))
+        trained = find_trained(survey, layout, weights_name=files.weights_name)
+        fractions = dict(trained.class_fractions)
+        warnings += trained.warnings
+    ranks = _list_ranks(layout)
+    warnings += _list_rank_warnings(layout, ranks)
+    counts = {TensorClass.ROUTED_EXPERTS: sum(len(pair.a) + len(pair.b) for pair in layout.pairs)}
     for module in layout.modules:
         counts[module.key.kind] = counts.get(module.key.kind, 0) + 1
     return Inspection(
@@ -88,13 +137,65 @@ def inspect_adapter(
         base=base.label,
         layers=len(base.sparse_layers),
         experts=base.experts,
-        ranks=tuple((kind, layout.rank) for kind in counts),
+        ranks=tuple((kind, max(found)) for kind, found in ranks.items()),
         orientation=layout.orientation,
-        packing=layout.packing,
+        packing=packing,
         pairs=layout.expert_pairs,
-        format=FORMAT,
-        classes=tuple(ClassSummary(kind, count, dict(fractions).get(kind)) for kind, count in counts.items()),
-        warnings=warnings,
+        format=layout.form,
+        classes=tuple(ClassSummary(kind, count, fractions.get(kind)) for kind, count in counts.items()),
+        warnings=tuple(warnings),
         files=files,
         layout=layout,
     )
+
+
+def _list_tensors(parameter: str, layout: AdapterLayout) -> tuple[PackedTensor, ...]:
+    """What headers alone tell."""
+    return tuple(
+        PackedTensor(pair.layer, pair.b[0].name, same=RANK_1 if pair.rank == 1 else None)
+        for pair in layout.pairs
+        if pair.parameter == parameter
+    )
+
+
+def _list_ranks(layout: AdapterLayout) -> dict[TensorClass, set[int]]:
+    ranks = {TensorClass.ROUTED_EXPERTS: {layout.rank_of(pair) for pair in layout.pairs}}
+    for module in layout.modules:
+        if module.key.factor is Factor.A:
+            ranks.setdefault(module.key.kind, set()).add(module.entry.shape[0])
+    return ranks
+
+
+def _list_rank_warnings(layout: AdapterLayout, ranks: dict[TensorClass, set[int]]) -> Iterator[str]:
+    for kind, found in ranks.items():
+        if len(found) > 1:
+            yield f"{kind} has several ranks: {', '.join(map(str, sorted(found)))}"
+    if layout.form is SourceForm.STACKED and {pair.rank for pair in layout.pairs} == {1}:
+        yield "rank 1: both packings are one and the same, so a control cannot tell them apart"
+
+
+def _list_square_warnings(layout: AdapterLayout, training: TrainingStatement | None) -> Iterator[str]:
+    if layout.form is not SourceForm.STACKED or not may_train_squares_transposed(layout.config, training):
+        return
+    present = {pair.parameter for pair in layout.pairs}
+    for parameter in layout.family.parameters:
+        size = layout.base.size(parameter.in_size)
+        if parameter.name in present and size == layout.base.size(parameter.out_size):
+            yield (
+                f"{parameter.name} has in = out = {size}: unsloth_zoo up to 2026.9.7 trained such a parameter in "
+                f"one orientation and merges it in the other; it is read as merged. If it was trained by one, "
+                "compare its scores with the trainer's own"
+            )
+
+
+def _list_packing_warnings(packing: Iterable[PackingDecision]) -> Iterator[str]:
+    for decision in packing:
+        if decision.undecided:
+            why = next(item.detail for item in decision.evidence if item.source is Source.PROVISIONAL)
+            yield f"the packing of {decision.parameter}: {decision.value} is provisional: {why}"
+        reading = decision.value or "mixed"
+        for item in decision.overruled:
+            yield (
+                f"{decision.parameter} is read as {reading} ({decision.decided_by}), "
+                f"but {item.source} says {item.says}: {item.detail}"
+            )

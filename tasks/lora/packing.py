@@ -1,180 +1,115 @@
-"""Which packing a parameter was trained under, from every statement there is.
-
-What a statement proves is the *reading*, never the execution; the tensors and the scores are asked elsewhere.
-Strongest first: the operator, the marker in the config, the upload's training statement, a fingerprint of the
-program that wrote the files. Without any of them rank_major is assumed, and called provisional.
-"""
+"""What is known of the packing of a stacked parameter: the evidence, and the decision that it led to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tasks.lora.config import AdapterConfig, AutoMapping
-from tasks.lora.errors import InvalidConfig, LayoutConflict, PackingUndecided
-from tasks.lora.families import Family
-from tasks.lora.files import CONFIG_NAME
 from tasks.lora.layouts import Packing
-from tasks.lora.trainers import TrainingStatement, find_fingerprint, find_rule
-
-MIXED = "mixed"
-_TRAINING_NAME = "training.json"
-_NAMES = " or ".join(Packing)
 
 
-class DecidedBy(StrEnum):
-    """The kind of evidence that settled a packing."""
+class Source(StrEnum):
+    """Whose statement a piece of evidence is, strongest first.
+
+    Any of them but PEFT_VERSION can decide a packing.
+    """
 
     FORCED = "forced"
     MARKER = "marker"
     TRAINING = "training"
+    POLICY = "policy"
     FINGERPRINT = "fingerprint"
+    TENSORS = "tensors"
+    SCORES = "scores"
+    PEFT_VERSION = "peft_version"
     PROVISIONAL = "provisional"
 
 
 class Strength(StrEnum):
     """How much a piece of evidence weighs.
 
-    forced: the operator's word. explicit: somebody wrote this packing down for this adapter. derived: it
-    follows from the program and version that trained it. default: likewise, but a setting of that program
-    could have changed it. circumstantial: it follows from traces that the program left. prior: what most of
-    the world writes.
+    forced: the operator's word on this adapter. explicit: somebody wrote this packing down for this adapter.
+    derived: it follows from the program and version that trained it. default: likewise, but a setting of that
+    program could have changed it. rule: the operator's rule for adapters that say nothing themselves.
+    circumstantial: it follows from traces that the program left. measured: computed from the numbers
+    themselves. prior: what most of the world writes. none: it was looked at, and tells nothing.
     """
 
     FORCED = "forced"
     EXPLICIT = "explicit"
     DERIVED = "derived"
     DEFAULT = "default"
+    RULE = "rule"
     CIRCUMSTANTIAL = "circumstantial"
+    MEASURED = "measured"
     PRIOR = "prior"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStatement:
+    """An operator's rule for the adapters of a bucket or a base that say nothing themselves.
+
+    layout: one packing's name for every parameter. layouts: (parameter, name), which go before it.
+    where: the document it stands in, for messages.
+    """
+
+    layout: str | None
+    layouts: tuple[tuple[str, str], ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresStatement:
+    """What scoring an adapter under both readings showed. says: (parameter, the packing that won)."""
+
+    says: tuple[tuple[str, Packing], ...]
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One statement about one parameter. source: whose. says: the packing. detail: where it stands."""
+    """One statement about one parameter.
 
-    source: DecidedBy
-    says: Packing
+    says: the packing; None where it names none, because it abstains or because layers differ. detail: where
+    it stands, or what was measured.
+    """
+
+    source: Source
+    says: Packing | None
     strength: Strength
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackingDecision:
-    """The packing of one stacked parameter, what settled it, and every piece of evidence, strongest first."""
+    """The packing of one stacked parameter, what settled it, and every piece of evidence, strongest first.
+
+    value: None where layers differ; by_layer then has (layer, packing) of each. undecided: nothing told;
+    `value` is what is converted meanwhile, and scores under both readings have to decide.
+    """
 
     parameter: str
-    value: Packing
-    decided_by: DecidedBy
+    value: Packing | None
+    decided_by: Source
     evidence: tuple[Evidence, ...]
+    by_layer: tuple[tuple[int, Packing], ...] = ()
+    undecided: bool = False
+
+    def at(self, layer: int) -> Packing:
+        """Return the packing of one layer. Raises KeyError where layers differ and this is none of them."""
+        return self.value if self.value is not None else dict(self.by_layer)[layer]
+
+    def layers_of(self, packing: Packing) -> tuple[int, ...]:
+        """Return the layers of a packing where layers differ, else nothing."""
+        return tuple(layer for layer, own in self.by_layer if own is packing)
 
     @property
     def overruled(self) -> tuple[Evidence, ...]:
-        """Evidence that says the other packing."""
-        return tuple(item for item in self.evidence if item.says is not self.value)
-
-
-def decide_packing(
-    parameter: str,
-    *,
-    family: Family,
-    config: AdapterConfig,
-    forced: Packing | None,
-    training: TrainingStatement | None,
-    adapter: str,
-) -> PackingDecision:
-    """Return the packing of one stacked parameter.
-
-    The strongest statement wins, and all are listed. Unless the operator forces one, statements that cannot
-    both be true stop the adapter: LayoutConflict where two places of the config, or the config and
-    training.json, name different packings, or where the marker contradicts a trainer that could not have
-    written it; PackingUndecided where a marker says "mixed" of this parameter; InvalidConfig for a packing
-    with an unknown name.
-    """
-    evidence: list[Evidence] = []
-    if forced is not None:
-        evidence.append(Evidence(DecidedBy.FORCED, forced, Strength.FORCED, "given by the operator"))
-    markers = _list_marker_statements(parameter, config)
-    if forced is None:
-        _refuse_mixed(markers, adapter)
-    evidence += [
-        Evidence(
-            DecidedBy.MARKER,
-            _parse_packing(said, f"{CONFIG_NAME}: {where}", adapter),
-            Strength.EXPLICIT,
-            where,
+        """Evidence, priors apart, that names a packing which some layer does not have."""
+        values = {self.value} if self.value is not None else {packing for _, packing in self.by_layer}
+        return tuple(
+            item
+            for item in self.evidence
+            if item.says is not None and item.strength is not Strength.PRIOR and values != {item.says}
         )
-        for where, said in markers
-        if said != MIXED
-    ]
-    if training is not None:
-        evidence += _read_training(parameter, training, family, adapter)
-    if forced is None:
-        _refuse_contradictions(parameter, evidence, adapter)
-    if not markers:
-        fingerprint = find_fingerprint(config, family)
-        if fingerprint is not None:
-            says, detail = fingerprint
-            evidence.append(Evidence(DecidedBy.FINGERPRINT, says, Strength.CIRCUMSTANTIAL, detail))
-    if not evidence:
-        detail = "no statement; most programs write it, and the control guards it"
-        evidence.append(Evidence(DecidedBy.PROVISIONAL, Packing.RANK_MAJOR, Strength.PRIOR, detail))
-    return PackingDecision(parameter, evidence[0].says, evidence[0].source, tuple(evidence))
-
-
-def _list_marker_statements(parameter: str, config: AdapterConfig) -> list[tuple[str, str]]:
-    """Return (field, what it says), the parameter's own first, as unsloth_zoo >= 2026.9.6 nests them."""
-    own, of_all = f"unsloth_fused_expert_lora.parameters.{parameter}.lora_B_layout", "lora_B_layout"
-    places: list[tuple[str, AdapterConfig | AutoMapping]] = [("", config)]
-    if config.auto_mapping is not None:
-        places.append(("auto_mapping.", config.auto_mapping))
-    found: list[tuple[str, str | None]] = []
-    for place, holder in places:
-        marker = holder.unsloth_fused_expert_lora
-        if marker is not None:
-            detail = marker.parameters.get(parameter)
-            found.append((place + own, detail.lora_B_layout if detail is not None else None))
-            found.append((f"{place}unsloth_fused_expert_lora.{of_all}", marker.lora_B_layout))
-        found.append((place + of_all, holder.lora_B_layout))
-    return [(where, said) for where, said in found if said is not None]
-
-
-def _refuse_mixed(markers: list[tuple[str, str]], adapter: str) -> None:
-    """A summary may say "mixed" if the parameter's own field says which; that field itself may not."""
-    own = [(where, said) for where, said in markers if ".parameters." in where]
-    mixed = [where for where, said in own or markers if said == MIXED]
-    if mixed:
-        raise PackingUndecided(adapter, f"{CONFIG_NAME}: {mixed[0]}", _NAMES, repr(MIXED))
-
-
-def _read_training(
-    parameter: str, training: TrainingStatement, family: Family, adapter: str
-) -> Iterator[Evidence]:
-    said = dict(training.layouts).get(parameter, training.layout)
-    if said is not None:
-        packing = _parse_packing(said, f"{_TRAINING_NAME}: lora_B_layout", adapter)
-        yield Evidence(DecidedBy.TRAINING, packing, Strength.EXPLICIT, f"{_TRAINING_NAME}: lora_B_layout")
-    rule = find_rule(training, family)
-    if rule is not None:
-        strength = Strength.DEFAULT if rule.can_be_changed else Strength.DERIVED
-        detail = f"{_TRAINING_NAME}: {training.trainer_name} {training.trainer_version or ''}".rstrip()
-        yield Evidence(DecidedBy.TRAINING, rule.packing, strength, f"{detail}: {rule.fact}")
-
-
-def _refuse_contradictions(parameter: str, evidence: list[Evidence], adapter: str) -> None:
-    binding = [item for item in evidence if item.strength in (Strength.EXPLICIT, Strength.DERIVED)]
-    for item in binding:
-        if item.says is not binding[0].says:
-            raise LayoutConflict(
-                adapter,
-                f"the packing of {parameter}",
-                f"statements that agree ({binding[0].detail} says {binding[0].says})",
-                f"{item.detail} says {item.says}",
-            )
-
-
-def _parse_packing(said: str, where: str, adapter: str) -> Packing:
-    if said not in tuple(Packing):
-        raise InvalidConfig(adapter, where, _NAMES, repr(said)[:200])
-    return Packing(said)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tasks.lora.config import AdapterConfig
 from tasks.lora.families import Family
-from tasks.lora.layouts import Packing
+from tasks.lora.layouts import Orientation, Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +15,14 @@ class TrainingStatement:
     """What an upload says about its own training, as it was written down.
 
     layout: one packing's name for every parameter. layouts: (parameter, name), which go before it.
+    peft_version: of the PEFT that the trainer ran on, for files whose config does not give it.
     """
 
     trainer_name: str | None = None
     trainer_version: str | None = None
     layout: str | None = None
     layouts: tuple[tuple[str, str], ...] = ()
+    peft_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,10 @@ class TrainerRule:
 
 # Source: unsloth_zoo 2026.9.5 and 2026.9.6, temporary_patches/moe_utils.py (the forward of the families it
 # patches; lora_B_layout and UNSLOTH_MOE_LORA_B_LAYOUT); PEFT 0.17 to 0.21.2, tuners/lora/layer.py
-# ParamWrapper; Megatron-Bridge save_hf_adapter; NeMo AutoModel, SkyRL, Axolotl and ms-swift, read only.
+# ParamWrapper; Megatron-Bridge save_hf_adapter; NeMo AutoModel, SkyRL, prime-rl, Axolotl and ms-swift, read
+# only. A trainer that writes one tensor per expert needs no row: such files have no packing.
 _LAST_GROUPED_UNSLOTH_ZOO = (2026, 9, 5)
+_LAST_UNSLOTH_ZOO_OF_TWO_MINDS = (2026, 9, 7)
 _OLD_UNSLOTH_ZOO = TrainerRule(
     Packing.GROUPED_BY_EXPERT, "versions up to 2026.9.5 group by expert in the families they patch"
 )
@@ -43,13 +47,22 @@ _UNPATCHED_UNSLOTH_ZOO = TrainerRule(
     Packing.RANK_MAJOR, "versions up to 2026.9.5 leave this family to PEFT, which packs rank-major"
 )
 _NEW_UNSLOTH_ZOO = TrainerRule(
-    Packing.RANK_MAJOR, "versions from 2026.9.6 pack rank-major unless told otherwise", can_be_changed=True
+    Packing.RANK_MAJOR,
+    "versions from 2026.9.6 pack rank-major unless UNSLOTH_MOE_LORA_B_LAYOUT says otherwise",
+    can_be_changed=True,
 )
+_PEFT_VERSION = re.compile(
+    r"(\d+)\.(\d+)(?:\.(\d+))?(?P<unfinished>[.\-_]?(?:a|b|c|rc|dev|alpha|beta|pre)\d*)*(?:\.post\d+)?(?:[+@].*)?"
+)
+_FIRST_STACKING_PEFT = (0, 17, 0)
+_FIRST_STANDARD_PEFT = (0, 19, 1)
+_FIRST_UNKNOWN_PEFT = (0, 22, 0)
 _RULES = {
     "peft": TrainerRule(Packing.RANK_MAJOR, "every version packs rank-major"),
     "megatron_bridge": TrainerRule(Packing.GROUPED_BY_EXPERT, "its exporter groups by expert"),
     "nemo_automodel": TrainerRule(Packing.RANK_MAJOR, "its stacked files are rank-major"),
     "skyrl": TrainerRule(Packing.RANK_MAJOR, "it trains through PEFT"),
+    "prime_rl": TrainerRule(Packing.RANK_MAJOR, "its stacked files come from PEFT"),
     "axolotl": TrainerRule(Packing.RANK_MAJOR, "it trains through PEFT"),
     "ms_swift": TrainerRule(Packing.RANK_MAJOR, "its stacked files come from PEFT"),
 }
@@ -57,13 +70,12 @@ _RULES = {
 
 def find_rule(training: TrainingStatement, family: Family) -> TrainerRule | None:
     """Return what is known of the program that trained, or None for an unknown name or version."""
-    name = (training.trainer_name or "").lower().replace("-", "_")
-    if name != "unsloth_zoo":
-        return _RULES.get(name)
-    version = re.match(r"(\d+)\.(\d+)\.(\d+)", training.trainer_version or "")
+    if not _is_unsloth(training):
+        return _RULES.get(_trainer(training))
+    version = _parse_unsloth_version(training)
     if version is None:
         return None
-    if tuple(map(int, version.groups())) > _LAST_GROUPED_UNSLOTH_ZOO:
+    if version > _LAST_GROUPED_UNSLOTH_ZOO:
         return _NEW_UNSLOTH_ZOO
     return _OLD_UNSLOTH_ZOO if family.patched_by_unsloth else _UNPATCHED_UNSLOTH_ZOO
 
@@ -87,3 +99,48 @@ def find_fingerprint(config: AdapterConfig, family: Family) -> tuple[Packing, st
             "Megatron-Bridge, which groups by expert",
         )
     return None
+
+
+def may_train_squares_transposed(config: AdapterConfig, training: TrainingStatement | None) -> bool:
+    """Return whether an unsloth_zoo up to 2026.9.7 may have trained this adapter.
+
+    For parameters with in = out it trained the transpose of what it merges, and of what its file says.
+    Source: unsloth_zoo 2026.9.5 and 2026.9.6 temporary_patches/moe_utils.py, run; mended in 2026.9.8.
+    """
+    if training is not None and training.trainer_name is not None:
+        version = _parse_unsloth_version(training)
+        return _is_unsloth(training) and (version is None or version <= _LAST_UNSLOTH_ZOO_OF_TWO_MINDS)
+    fixed = config.auto_mapping is not None and config.auto_mapping.unsloth_fixed
+    return bool(fixed) or config.unsloth_fused_expert_lora is not None
+
+
+def _is_unsloth(training: TrainingStatement) -> bool:
+    return _trainer(training) == "unsloth_zoo"
+
+
+def _trainer(training: TrainingStatement) -> str:
+    return (training.trainer_name or "").lower().replace("-", "_")
+
+
+def _parse_unsloth_version(training: TrainingStatement) -> tuple[int, ...] | None:
+    version = re.match(r"(\d+)\.(\d+)\.(\d+)", training.trainer_version or "")
+    return None if version is None else tuple(map(int, version.groups()))
+
+
+def orientation_by_peft(version: str | None) -> Orientation | None:
+    """Return how this PEFT writes a parameter that is stored (E, out, in), or None where that is not known.
+
+    Not known: no version, one before 0.17, which cannot train stacked parameters, one newer than any that was
+    measured, and the builds between 0.19.0 and 0.19.1, where the change fell. A development build counts as
+    what lies on both sides of it; post releases and local builds as their release.
+    Source: PEFT 0.17.0 to 0.21.2, tuners/lora/layer.py ParamWrapper; config.py for "0.18.2.dev0@<commit>".
+    """
+    parts = _PEFT_VERSION.fullmatch(version or "")
+    if parts is None:
+        return None
+    release = tuple(int(part or 0) for part in parts.group(1, 2, 3))
+    if not _FIRST_STACKING_PEFT <= release < _FIRST_UNKNOWN_PEFT:
+        return None
+    if release == _FIRST_STANDARD_PEFT and parts["unfinished"]:
+        return None
+    return Orientation.SWAPPED if release < _FIRST_STANDARD_PEFT else Orientation.STANDARD
