@@ -1,33 +1,48 @@
-"""Inspect, convert and check on plain directories: the pipeline's own steps without store, ledger or server."""
+"""Inspect, convert and check on plain directories: the pipeline's own steps without store, ledger or server.
+
+What a command may not need is imported where it is needed: torch alone takes longer than an adapter's headers.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from storage.digests import directory_digest, is_adapter_file, sha256_file
 from storage.keys import TRAINING_FILE
-from storage.training import parse_training
-from tasks.conversion import (
-    conversion_record,
-    inspection_record,
-    training_statement,
-    write_converted,
-    written_digest,
-)
 from tasks.lora.base import BaseConfig
-from tasks.lora.check import CheckReport, check_conversion
 from tasks.lora.config import read_adapter_config
-from tasks.lora.convert import digest_adapter
 from tasks.lora.files import open_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
-from tasks.lora.plan import plan_conversion
-from tasks.lora.write import Progress
+from tasks.lora.target import TargetFormat
+from tasks.records import (
+    conversion_record,
+    inspection_record,
+    policy_statement,
+    training_statement,
+    written_digest,
+)
+
+if TYPE_CHECKING:
+    from storage.policy import Policy
+    from storage.training import Training
+    from tasks.lora.check import CheckReport
+    from tasks.lora.write import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBase:
+    """A base's sizes and, for one that is registered, the operator's policy."""
+
+    config: BaseConfig
+    policy: Policy | None = None
 
 
 def inspect_directory(
-    directory: Path, base: BaseConfig, *, packing: str | None, header_only: bool
+    directory: Path, base: KnownBase, *, packing: str | None, header_only: bool
 ) -> dict[str, Any]:
     """What `roster inspect --json` prints of an adapter's directory; `packing` forces a reading.
 
@@ -37,43 +52,96 @@ def inspect_directory(
         AdapterError: it cannot be read as an adapter of that base.
         InvalidDocument: its training.json cannot be read.
     """
-    found, record = _inspect(directory, base, packing=packing, header_only=header_only)
-    record |= {"adapter_digest": None, "output_digest": None}
-    if not header_only:
+    if header_only:
+        _, record = _inspect(directory, base, packing=packing, header_only=True)
+        return record | {"adapter_digest": None, "output_digest": None}
+    with ThreadPoolExecutor(1) as aside:
+        # The files are hashed while torch is imported, which takes about as long.
+        own = aside.submit(adapter_digest, directory)
+        found, record = _inspect(directory, base, packing=packing, header_only=False)
+        from tasks.lora.convert import digest_adapter
+        from tasks.lora.plan import plan_conversion
+
         made = digest_adapter(found.files, plan_conversion(found.layout))
-        record["adapter_digest"] = adapter_digest(directory)
-        record["output_digest"] = written_digest(made)
-    return record
+        return record | {"adapter_digest": own.result(), "output_digest": written_digest(made)}
 
 
 def convert_directory(
-    source: Path, destination: Path, base: BaseConfig, *, packing: str | None, progress: Progress | None
+    source: Path,
+    destination: Path,
+    base: KnownBase,
+    *,
+    packing: str | None,
+    format: str,
+    progress: Progress | None,
 ) -> dict[str, Any]:
     """What `roster convert --json` prints, after writing the converted adapter to a new directory.
+
+    `format` is per-expert or stacked.
 
     Raises:
         AdapterError, InvalidDocument: the source cannot be converted; nothing is written.
         DestinationExists: `destination` is there already, and not empty.
     """
+    with ThreadPoolExecutor(1) as aside:
+        own = aside.submit(adapter_digest, source)
+        found, record = _inspect(source, base, packing=packing, header_only=False)
+        from tasks.lora.convert import convert_adapter
+        from tasks.lora.plan import plan_conversion
+
+        plan = plan_conversion(found.layout, TargetFormat(format))
+        made = convert_adapter(found.files, plan, destination, progress)
+        record |= conversion_record(made, found.layout.family)
+        return record | {"adapter_digest": own.result()}
+
+
+def migrate_directory(
+    source: Path,
+    destination: Path | None,
+    base: KnownBase,
+    *,
+    packing: str | None,
+    stamp: bool,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """What `roster migrate --json` prints, after saving a stacked adapter again for other tools.
+
+    Re-packed rank_major and standard, or with `stamp` as it is, and in both cases with a true marker. Without a
+    `destination` nothing is written.
+
+    Raises:
+        AdapterError, InvalidDocument: it cannot be read, has nothing to migrate, or its packing is not known.
+        DestinationExists: `destination` is there already, and not empty.
+    """
     found, record = _inspect(source, base, packing=packing, header_only=False)
-    made = write_converted(found, plan_conversion(found.layout), destination, progress)
-    record |= conversion_record(made)
-    record["adapter_digest"] = adapter_digest(source)
+    from tasks.lora.convert import convert_adapter
+    from tasks.lora.plan import plan_conversion
+    from tasks.lora.stamp import require_decided, stamp_adapter
+
+    require_decided(found.layout)
+    if destination is not None and stamp:
+        stamp_adapter(found.files, found.layout, destination, progress)
+    elif destination is not None:
+        plan = plan_conversion(found.layout, TargetFormat.STACKED)
+        convert_adapter(found.files, plan, destination, progress)
     return record
 
 
 def check_directories(
-    source: Path, destination: Path, base: BaseConfig, *, packing: str | None
+    source: Path, destination: Path, base: KnownBase, *, packing: str | None
 ) -> CheckReport:
     """Every check of a conversion, passed or not.
 
     Raises:
         AdapterError, InvalidDocument: one of the two directories cannot be read at all; the message names it.
     """
-    found, _ = _inspect(source, base, packing=packing, header_only=True)
+    from tasks.lora.check import check_conversion
+
+    found, _ = _inspect(source, base, packing=packing, header_only=False)
     open_adapter(destination, label=str(destination))
-    read_adapter_config(destination, label=str(destination))
-    return check_conversion(found.files, destination, found.layout)
+    config = read_adapter_config(destination, label=str(destination))
+    made = TargetFormat.STACKED if config.target_parameters else TargetFormat.PER_EXPERT
+    return check_conversion(found.files, destination, found.layout, made)
 
 
 def adapter_digest(directory: Path) -> str:
@@ -83,19 +151,28 @@ def adapter_digest(directory: Path) -> str:
 
 
 def _inspect(
-    directory: Path, base: BaseConfig, *, packing: str | None, header_only: bool
+    directory: Path, base: KnownBase, *, packing: str | None, header_only: bool
 ) -> tuple[Inspection, dict[str, Any]]:
     """An inspection, and its record with the warnings of everything that was read."""
-    path = directory / TRAINING_FILE
-    training, ignored = parse_training(str(path), path.read_bytes()) if path.is_file() else (None, ())
+    training, ignored = _read_training(directory)
     found = inspect_adapter(
         directory,
-        base,
+        base.config,
         label=directory.resolve().name,
         forced=None if packing is None else Packing(packing),
         training=training_statement(training),
+        policy=policy_statement(base.policy),
         header_only=header_only,
     )
     record = inspection_record(found)
     record["warnings"] += ignored
     return found, record
+
+
+def _read_training(directory: Path) -> tuple[Training | None, tuple[str, ...]]:
+    path = directory / TRAINING_FILE
+    if not path.is_file():
+        return None, ()
+    from storage.training import parse_training
+
+    return parse_training(str(path), path.read_bytes())
