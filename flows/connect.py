@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 
 from flows.settings import Settings, require_store
@@ -46,3 +47,11 @@ def job_limits(settings: Settings) -> JobLimits:
 def worker_name() -> str:
     """Host and process id: which worker a step ran on."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def operator_name() -> str:
+    """The user who gives an order on the command line; no machine's name, which is nobody's business in a bucket."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user often has no name
+        return str(os.getuid())

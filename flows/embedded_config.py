@@ -21,6 +21,7 @@ class EngineSpec:
     kv_cache_memory_bytes: int
     dtype: str = "float32"
     threads: int = 1
+    mixed_moe_lora_format: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ def _plan_engine(
             max_cpu_loras=engine.max_cpu_loras,
             kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
             dtype=engine.dtype,
+            mixed_moe_lora_format=engine.mixed_moe_lora_format,
         ),
         env={
             **_for_loopback(inherited),

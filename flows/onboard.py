@@ -12,13 +12,15 @@ from flows.connect import job_limits, open_store, worker_name
 from flows.settings import load_settings
 from storage.errors import ClaimLost
 from storage.ledger import TERMINAL, Outcome, Step, StepKind
+from tasks.arbitration import settle
 from tasks.conversion import convert, inspect
 from tasks.intake import AdapterBusy, AdapterWaits, IntakeRefused, Superseded, claimed_job, intake
 from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
 from tasks.page import publish_page
 from tasks.publication import stage, unstage_control
-from tasks.scoring import choose, score
+from tasks.readings import undecided_parameters
+from tasks.scoring import choose, score, score_readings
 from tasks.validation import check
 
 
@@ -65,26 +67,32 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
 
 def walk(job: Job) -> Step:
     """Every step in order; returns the step that ended the run, which is the verdict unless something stopped."""
+    inspected: Step | None = None
     converted: Step | None = None
+    checked: Step | None = None
     try:
         try:
             inspected = inspect(job)
             converted = convert(job, inspected)
-            check(job, converted)
+            checked = check(job, inspected, converted)
+            if undecided_parameters(inspected):
+                inspected = settle(job, inspected, score_readings(job, inspected, converted))
+                converted = convert(job, inspected)
+                checked = check(job, inspected, converted)
             stage(job, inspected, converted)
             opponents = choose(job, converted)
-            scored = score(job, converted, opponents)
-            ending = judge(job, converted, opponents, scored)
+            scored = score(job, inspected, converted, opponents)
+            ending = judge(job, inspected, converted, opponents, scored)
         except StepEnded as ended:
             if ended.step.outcome not in TERMINAL:
                 raise
-            ending = refuse(job, ended.step)
+            ending = refuse(job, inspected, ended.step)
     except StepEnded as stopped:
         ending = stopped.step
     if converted is not None and ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL:
         unstage_control(job, converted)
     if job.done_here:
-        publish_page(job, ending)
+        publish_page(job, inspected, checked, ending)
     return ending
 
 

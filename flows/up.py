@@ -8,6 +8,7 @@ from flows.connect import open_store
 from flows.embedded_config import EmbeddedConfig, EngineSpec
 from flows.services import Services
 from flows.settings import Settings
+from storage.bases import TargetFormat
 from tasks.submission import add_base
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +40,9 @@ def embedded_config(
     max_model_len: int,
     max_loras: int,
     max_lora_rank: int,
+    target_format: str = "per-expert",
 ) -> EmbeddedConfig:
-    """The services to start under the settings' home.
+    """The services to start under the settings' home; for stacked adapters with an engine that takes both forms.
 
     Raises:
         EngineIncomplete: only one of base and weights is given, or the engine's environment is not there.
@@ -63,6 +65,7 @@ def embedded_config(
                 max_cpu_loras=2 * max_loras,
                 kv_cache_memory_bytes=settings.engine_kv_cache_bytes,
                 threads=settings.engine_threads,
+                mixed_moe_lora_format=target_format == TargetFormat.STACKED.value,
             ),
         )
     return EmbeddedConfig(
@@ -70,7 +73,9 @@ def embedded_config(
     )
 
 
-def register_served_base(settings: Settings, services: Services, base: str, weights: Path) -> None:
+def register_served_base(
+    settings: Settings, services: Services, base: str, weights: Path, target_format: str = "per-expert"
+) -> None:
     """Register the base that the embedded engine serves, at the address it has now."""
     add_base(
         open_store(settings),
@@ -81,4 +86,5 @@ def register_served_base(settings: Settings, services: Services, base: str, weig
         served_model=base,
         aliases=(),
         progress=lambda done, total: None,
+        target_format=target_format,
     )

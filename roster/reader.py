@@ -15,6 +15,7 @@ from roster.rows import (
     CheckRow,
     EvidenceRow,
     FaultRow,
+    LayoutRow,
     ProblemRow,
     QueryResult,
     ReadyRow,
@@ -112,6 +113,9 @@ class CatalogReader:
         served = self._snapshot.rows("SELECT adapter_digest FROM ready WHERE author = ?", [author])
         steps = self._list(StepRow, "history WHERE author = ? ORDER BY position", author)
         verdicts = self._list(VerdictRow, "verdicts WHERE author = ? ORDER BY position", author)
+        layouts = {
+            row.adapter_digest: row for row in self._list(LayoutRow, "layouts WHERE author = ?", author)
+        }
         evidence = self._list(EvidenceRow, "evidence WHERE author = ? ORDER BY parameter, number", author)
         checks = self._list(CheckRow, "checks WHERE author = ? ORDER BY number", author)
         faults = self._list(FaultRow, "unservable WHERE author = ? ORDER BY code", author)
@@ -124,6 +128,7 @@ class CatalogReader:
                     served=(adapter.adapter_digest,) in served,
                     steps=tuple(row for row in steps if row.adapter_digest == adapter.adapter_digest),
                     verdicts=tuple(row for row in verdicts if row.adapter_digest == adapter.adapter_digest),
+                    layout=layouts.get(adapter.adapter_digest),
                     evidence=tuple(row for row in evidence if row.adapter_digest == adapter.adapter_digest),
                     checks=tuple(row for row in checks if row.adapter_digest == adapter.adapter_digest),
                     faults=tuple(row for row in faults if row.adapter_digest == adapter.adapter_digest),

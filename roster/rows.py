@@ -214,8 +214,20 @@ class ScoreRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """A row of the view `layouts`: how the file of one adapter was read."""
+
+    adapter_digest: str
+    source_format: str | None
+    orientation: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EvidenceRow:
-    """A row of the view `evidence`: one piece of evidence about the packing of one parameter."""
+    """A row of the view `evidence`: one piece of evidence about the packing of one parameter.
+
+    One that says nothing, or is about a parameter whose layers differ, neither agrees nor disagrees.
+    """
 
     adapter_digest: str
     parameter: str
@@ -225,7 +237,7 @@ class EvidenceRow:
     says: str | None
     strength: str | None
     detail: str | None
-    agrees: bool
+    agrees: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +279,7 @@ class AdapterStory:
     served: bool
     steps: tuple[StepRow, ...]
     verdicts: tuple[VerdictRow, ...]
+    layout: LayoutRow | None
     evidence: tuple[EvidenceRow, ...]
     checks: tuple[CheckRow, ...]
     faults: tuple[FaultRow, ...]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from roster.errors import RankNotServeable, RosterDrop, UnknownBase
 from roster.rows import BaseRow, ReadyRow
@@ -52,17 +52,28 @@ class Evidence(_Document):
 
 
 class PackingDecision(_Document):
-    """How the packing of one parameter was decided."""
+    """How the packing of one parameter was decided.
 
-    value: str | None
+    Where the value is "mixed", `layers` says which layers have which packing; otherwise it is left out.
+    """
+
+    value: str
     decided_by: str
     evidence: tuple[Evidence, ...]
+    layers: dict[str, tuple[int, ...]] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_layers(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        fields: dict[str, object] = serialize(self)
+        if self.layers is None:
+            del fields["layers"]
+        return fields
 
 
 class Layout(_Document):
-    """How the uploaded adapter was read."""
+    """How the uploaded adapter was read. Only stacked parameters have a packing."""
 
-    orientation: str | None
+    orientation: str
     packing: dict[str, PackingDecision]
 
 

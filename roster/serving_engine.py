@@ -63,11 +63,13 @@ def engine_command(
     max_cpu_loras: int,
     kv_cache_memory_bytes: int,
     dtype: str = "float32",
+    mixed_moe_lora_format: bool = False,
 ) -> tuple[str, ...]:
     """The argument vector that starts vLLM's OpenAI server for scoring, on loopback.
 
     `python` is the interpreter of the engine's environment. The `vllm` console script is not used: it fails with the
     CPU distribution. Prefix caching is off, because vLLM keeps stale blocks when a path is loaded again.
+    `mixed_moe_lora_format`: take stacked and per-expert adapters alike.
     Source: vllm/entrypoints/openai/api_server.py and vllm/engine/arg_utils.py, vLLM 0.32.0.
     """
     return (
@@ -79,6 +81,7 @@ def engine_command(
         *("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", str(max_lora_rank)),
         *("--max-cpu-loras", str(max_cpu_loras)),
         *("--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"),
+        *(("--enable-mixed-moe-lora-format",) if mixed_moe_lora_format else ()),
     )
 
 

@@ -30,10 +30,10 @@ ADVICE = {
     "rank_unsupported": f"{_TRAIN} with rank 512 or less.",
     "no_expert_keys": "Set PEFT's target_parameters to the experts and train again: no expert was trained.",
     "experts_untrained": f"{_TRAIN}: every expert's B factor is zero, so no gradient reached the experts.",
-    "layout_conflict": "Find out which trainer version wrote it, state lora_B_layout in training.json, and "
-    "submit again: the evidence contradicts itself.",
-    "layout_undecided": "State the trainer and its version in training.json, or lora_B_layout, and submit "
-    "again.",
+    "layout_conflict": "Find out which program and version trained it; if what is stated is false, save it with "
+    "`roster migrate --packing`, and submit that.",
+    "layout_undecided": "State lora_B_layout, or the trainer and its version, in training.json, or set a "
+    "policy (`roster policy set`), and submit again.",
     "delta_mismatch": "Report this with the adapter's digest: our conversion did not reproduce it. "
     "Training is not at fault.",
     "unresolved_keys": "Check that the base's served model is the one trained on: the engine has no such "
@@ -98,7 +98,7 @@ def tell(story: AuthorStory) -> list[str]:
         for a in served
     ] or [f"{story.author} is not served."]
     for adapter in story.adapters:
-        lines += _upload(adapter) + _packing(adapter.evidence) + _checks(adapter)
+        lines += _upload(adapter) + _layout(adapter) + _checks(adapter)
         lines += _scores(adapter.scores) + _verdict(adapter.verdicts) + _next(adapter)
     return lines
 
@@ -117,18 +117,40 @@ def _upload(story: AdapterStory) -> list[str]:
     ]
 
 
-def _packing(evidence: Sequence[EvidenceRow]) -> list[str]:
+_DECIDED = {
+    "forced": "because an operator forced it",
+    "marker": "as the marker in its adapter_config.json says",
+    "training": "as its training.json says",
+    "policy": "as the operator's policy says, since it says nothing itself",
+    "fingerprint": "as the traces of the program that wrote it show, since nothing states it",
+    "tensors": "as the numbers in its tensors show",
+    "scores": "because so it scored better on the held-out text: nothing states it, and its tensors do not tell",
+    "provisional": "for the time being, since nothing tells it",
+}
+"""What decided a packing → the rest of the sentence that says so."""
+
+
+def _layout(story: AdapterStory) -> list[str]:
+    if story.layout is None:
+        return []
+    if not story.evidence:
+        return [
+            f"Its file is {story.layout.source_format}: no parameter is stacked, so there is no packing to decide."
+        ]
     lines = []
-    for parameter in dict.fromkeys(row.parameter for row in evidence):
-        rows = [row for row in evidence if row.parameter == parameter]
-        lines.append(
-            f"The packing of {parameter} was read as {rows[0].value}, decided by {rows[0].decided_by}."
-        )
-        for row in rows:
-            verb = "agrees" if row.agrees else "disagrees"
-            strength = f" ({row.strength})" if row.strength else ""
-            lines.append(_sentence(f"  {row.source}{strength} {verb}: it says {row.says}; {row.detail}"))
+    for parameter in dict.fromkeys(row.parameter for row in story.evidence):
+        rows = [row for row in story.evidence if row.parameter == parameter]
+        why = _DECIDED.get(rows[0].decided_by or "", f"as decided by {rows[0].decided_by}")
+        value = "mixed, by layer" if rows[0].value == "mixed" else rows[0].value
+        lines.append(f"The packing of {parameter} was read as {value}, {why}.")
+        lines += [_evidence(row) for row in rows]
     return lines
+
+
+def _evidence(row: EvidenceRow) -> str:
+    verb = {True: "agrees: it says", False: "disagrees: it says", None: "says"}[row.agrees]
+    says = f"{verb} {row.says}" if row.says else "tells nothing"
+    return _sentence(f"  {row.source}{f' ({row.strength})' if row.strength else ''} {says}; {row.detail}")
 
 
 def _checks(story: AdapterStory) -> list[str]:

@@ -28,6 +28,7 @@ SELECT
     s.key, s.author, s.base, s.adapter_digest, s.position, s.attempt, s.outcome, s.code,
     from_json(s.result -> '$.codes', '["VARCHAR"]') AS codes,
     s.reason,
+    s.inputs ->> '$.inspected' AS inspected,
     s.result ->> '$.output_digest' AS output_digest,
     p.own, p.base_bpb, p.base_again, p.control, p.margin, p.interval_lower, p.interval_upper,
     coalesce(len(json_keys(s.result, '$.wrong')), 0)::INTEGER AS wrong_adapters,
@@ -179,17 +180,33 @@ FROM (
         unnest(result -> '$.checks[*]') AS entry,
         generate_subscripts(result -> '$.checks[*]', 1) AS number
     FROM (
-        SELECT * FROM steps WHERE kind = 'checked' AND json_type(result, '$.checks') = 'ARRAY'
-        QUALIFY position = max(position) OVER (PARTITION BY key)
+        SELECT s.*
+        FROM steps s LEFT JOIN verdicts v ON v.key = s.key AND v.latest
+        WHERE s.kind = 'checked' AND json_type(s.result, '$.checks') = 'ARRAY'
+            AND (s.position > v.position OR coalesce(s.inputs ->> '$.output' = v.output_digest, true))
+        QUALIFY s.position = max(s.position) OVER (PARTITION BY s.key)
     )
 );
-COMMENT ON VIEW checks IS 'One row per check of the last conversion check of an adapter.';
+COMMENT ON VIEW checks IS 'One row per check of the last check of what the latest verdict is about, or of a later conversion.';
+
+-- An adapter may be inspected several times: for other statements, and once more when scores decided its packing. The
+-- inspection that counts is the one that the latest verdict names, unless a later run has inspected the adapter since.
+CREATE VIEW layouts AS
+SELECT
+    s.author, s.base, s.adapter_digest, s.result ->> '$.format' AS source_format,
+    s.result ->> '$.orientation' AS orientation, s.result -> '$.packing' AS packing
+FROM steps s LEFT JOIN verdicts v ON v.key = s.key AND v.latest
+WHERE s.kind = 'inspected' AND json_type(s.result, '$.packing') = 'OBJECT'
+    AND (s.position > v.position OR coalesce(s.step_key = v.inspected, true))
+QUALIFY s.position = max(s.position) OVER (PARTITION BY s.key);
+COMMENT ON VIEW layouts IS 'One row per adapter: how its file was read (stacked, per-expert, 3-d), and the packing of each stacked parameter.';
 
 CREATE VIEW evidence AS
 SELECT
     author, base, adapter_digest, parameter, value, decided_by, number,
     entry ->> '$.source' AS source, entry ->> '$.says' AS says, entry ->> '$.strength' AS strength,
-    entry ->> '$.detail' AS detail, (entry ->> '$.says') IS NOT DISTINCT FROM value AS agrees
+    entry ->> '$.detail' AS detail,
+    CASE WHEN value <> 'mixed' THEN (entry ->> '$.says') = value END AS agrees
 FROM (
     SELECT
         author, base, adapter_digest, parameter, decision ->> '$.value' AS value,
@@ -197,17 +214,13 @@ FROM (
         unnest(decision -> '$.evidence[*]') AS entry,
         generate_subscripts(decision -> '$.evidence[*]', 1) AS number
     FROM (
-        SELECT author, base, adapter_digest, parameter, result -> ('$.packing."' || parameter || '"') AS decision
+        SELECT author, base, adapter_digest, parameter, packing -> ('$."' || parameter || '"') AS decision
         FROM (
-            SELECT author, base, adapter_digest, result, unnest(json_keys(result, '$.packing')) AS parameter
-            FROM (
-                SELECT * FROM steps WHERE kind = 'inspected' AND json_type(result, '$.packing') = 'OBJECT'
-                QUALIFY position = max(position) OVER (PARTITION BY key)
-            )
+            SELECT author, base, adapter_digest, packing, unnest(json_keys(packing)) AS parameter FROM layouts
         )
     )
 );
-COMMENT ON VIEW evidence IS 'One row per piece of evidence about the packing of a parameter, from the last inspection of an adapter.';
+COMMENT ON VIEW evidence IS 'One row per piece of evidence about the packing of a parameter. agrees is NULL where the piece says nothing, or where the layers of the parameter differ.';
 
 CREATE VIEW waiting AS
 SELECT author, base, adapter_digest, run, submission, state, code, reason, last_step, last_at AS since, verdict
@@ -258,6 +271,7 @@ chosen AS (
         arg_max(try_cast(s.result ->> '$.available' AS INTEGER), s.position) AS others_then
     FROM steps s JOIN verdicts v ON v.key = s.key AND v.latest AND s.position < v.position
     WHERE s.kind = 'opponents' AND s.outcome = 'done'
+        AND coalesce(s.inputs ->> '$.own' = v.output_digest, true)
     GROUP BY s.key
 ),
 counted AS (

@@ -29,7 +29,6 @@ class TargetFormat(StrEnum):
 
     PER_EXPERT = "per-expert"
     STACKED = "stacked"
-    SLOTS = "slots"
 
 
 class BaseEngine(Document):

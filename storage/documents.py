@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,9 @@ from pydantic import (
 
 from storage.errors import InvalidDocument
 from storage.keys import check_author, check_base, check_run
-from storage.s3 import S3Store
+
+if TYPE_CHECKING:
+    from storage.s3 import S3Store  # what only parses documents needs no client
 
 _SHOWN_FAULTS = 3
 
@@ -34,7 +36,8 @@ class Document(BaseModel):
 class ForeignDocument(Document):
     """A part of a document that others write: unknown keys are ignored, and named by `unknown_keys`."""
 
-    model_config = ConfigDict(extra="ignore")
+    # By their JSON names alone: a key that counts must not be warned of as unknown.
+    model_config = ConfigDict(extra="ignore", populate_by_name=False)
 
 
 class RootDocument(Document):

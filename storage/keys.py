@@ -137,6 +137,11 @@ def base_document_key(base: str) -> str:
     return f"{BASES}{check_base(base)}/base.json"
 
 
+def policy_key(base: str | None) -> str:
+    """Return the key of an operator's packing policy: for one base, or with None for the whole bucket."""
+    return "policy.json" if base is None else f"{BASES}{check_base(base)}/policy.json"
+
+
 def parse_base_document_key(key: str) -> str | None:
     """Return the base of a base document's key, or None for any other key."""
     base, file = _parts(key, BASES, 2)

@@ -53,8 +53,10 @@ def require_same_engine(job: Job, engine_id: str) -> None:
         raise EngineChanged(job.base.name, engine_id, now)
 
 
-def require_engine(job: Job, rank: int) -> None:
+def require_engine(job: Job, *, rank: int, mixed_format: bool) -> None:
     """Return if the engine says of itself that it can serve this adapter and give scores that stand.
+
+    `mixed_format`: an adapter that is to be loaded is in a format that vLLM takes of this base in mixed mode only.
 
     Raises:
         EngineUnverified: it published nothing, or nothing that we understand.
@@ -74,6 +76,8 @@ def require_engine(job: Job, rank: int) -> None:
     for setting, expected, found in needs:
         if expected != found:
             raise EngineUnfit(job.base.name, setting, expected, found)
+    if mixed_format and not info.mixed_moe_lora_format:
+        raise EngineUnfit(job.base.name, "--enable-mixed-moe-lora-format", "given", "missing")
     if info.max_lora_rank < rank:
         raise EngineUnfit(job.base.name, "--max-lora-rank", f"at least {rank}", str(info.max_lora_rank))
     if info.device == "cpu" and not info.cpu_moe_plugin:

@@ -36,6 +36,22 @@ class NotReproducible(PipelineError):
         )
 
 
+class ReadingsUndecided(PipelineError):
+    """Nothing tells an adapter's packing, and neither reading of it scores better beyond doubt."""
+
+    def __init__(self, adapter: str, parameters: str, found: str, expected: str) -> None:
+        super().__init__(adapter, parameters, found, expected)
+        self.adapter, self.parameters, self.found, self.expected = adapter, parameters, found, expected
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: the packing of {self.parameters}: no statement names it, its tensors do not tell, and "
+            f"neither do the scores of both readings: found {self.found}; expected {self.expected}. State "
+            "lora_B_layout in training.json, or set a policy (`roster policy set`), and submit it again; or force a "
+            "reading with `roster convert --packing` and submit what that wrote."
+        )
+
+
 class NoEngine(PipelineError):
     """The base has no engine's address, so nothing can be scored."""
 

@@ -32,6 +32,7 @@ from storage.errors import (
 from storage.heldout import HeldoutSet, list_heldout, read_heldout
 from storage.keys import parse_heldout_ref
 from storage.ledger import Outcome, Step, StepKind, SubmissionRef
+from storage.policy import Policy, find_policy
 from storage.s3 import S3Store
 from storage.uploads import Upload, read_upload
 from tasks.disk import RunDisk, trim_folders
@@ -107,6 +108,7 @@ class Taken:
 
     upload: Upload
     base: Base | None
+    policy: Policy | None
     heldout: tuple[HeldoutSet, ...]
     waits_for: tuple[Code, str] | None  # the code and the sentence
 
@@ -118,7 +120,7 @@ def intake(store: S3Store, author: str, run: str) -> Taken:
 
 
 def take_in(store: S3Store, author: str, run: str) -> Taken:
-    """A complete upload with its base and its held-out text, or with what is missing of these.
+    """A complete upload with its base, the operator's policy and its held-out text, or with what is missing of these.
 
     Raises:
         AdapterWaits: the upload is not complete yet (nothing to record: it has no digest).
@@ -130,16 +132,17 @@ def take_in(store: S3Store, author: str, run: str) -> Taken:
         try:
             base = read_base(store, upload.marker.base)
         except UnknownBase as error:
-            return Taken(upload, None, (), (Code.UNKNOWN_BASE, str(error)))
+            return Taken(upload, None, None, (), (Code.UNKNOWN_BASE, str(error)))
+        policy = find_policy(store, base.name)
         try:
             heldout = _read_heldout(store, upload)
         except HeldoutMissing as error:
-            return Taken(upload, base, (), (Code.NO_HELDOUT, str(error)))
+            return Taken(upload, base, policy, (), (Code.NO_HELDOUT, str(error)))
     except UploadIncomplete as error:
         raise AdapterWaits(label, Code.INCOMPLETE_UPLOAD, str(error)) from error
     except (InvalidDocument, UploadAmbiguous) as error:
         raise IntakeRefused(label, rule(error).code.value, str(error)) from error
-    return Taken(upload, base, heldout, None)
+    return Taken(upload, base, policy, heldout, None)
 
 
 @contextmanager
@@ -186,6 +189,7 @@ def claimed_job(
                 store=store,
                 upload=taken.upload,
                 base=taken.base,
+                policy=taken.policy,
                 heldout=taken.heldout,
                 ledger=ledger,
                 limits=limits,

@@ -15,18 +15,22 @@ from storage.digests import step_key
 from storage.documents import utc_now
 from storage.heldout import HeldoutSet
 from storage.ledger import Outcome, Step, StepKind
+from storage.policy import Policy
 from storage.s3 import S3Store
 from storage.uploads import Upload
 from tasks.bpb.measure import METHOD_VERSION
 from tasks.disk import RunDisk
+from tasks.lora.inspect import Inspection
+from tasks.lora.layouts import Packing
+from tasks.lora.packing import ScoresStatement
 from tasks.outcomes import RULED, refusal, rule, stoppage
 
 # A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
 # shown as stale, and a re-run does the step again.
 STEP_VERSIONS: Mapping[str, str] = {
-    StepKind.INSPECTED: "1",
-    StepKind.CONVERTED: "1",
-    StepKind.CHECKED: "1",
+    StepKind.INSPECTED: "2",
+    StepKind.CONVERTED: "2",
+    StepKind.CHECKED: "2",
     StepKind.STAGED: "1",
     StepKind.OPPONENTS: "1",
     StepKind.SCORED: METHOD_VERSION,
@@ -51,11 +55,16 @@ class JobLimits:
 
 @dataclass(slots=True)
 class Job:
-    """One adapter of one author, claimed by this flow run."""
+    """One adapter of one author, claimed by this flow run.
+
+    `policy` is the operator's, where one applies to this base. `inspections` holds what this run has read of the
+    upload already, by the scores and the provisional packing that it was read with: reading every tensor takes seconds.
+    """
 
     store: S3Store
     upload: Upload
     base: Base
+    policy: Policy | None
     heldout: tuple[HeldoutSet, ...]
     ledger: LedgerHandle
     limits: JobLimits
@@ -65,6 +74,7 @@ class Job:
     flow_run: str
     log: logging.Logger | logging.LoggerAdapter[Any]
     done_here: list[StepKind] = field(default_factory=list)
+    inspections: dict[tuple[ScoresStatement | None, Packing], Inspection] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -113,11 +123,13 @@ def run_step(
     work: Callable[[], Result],
     *,
     stands: Callable[[Step], bool] = lambda known: True,
+    part_of: StepKind | None = None,
 ) -> Step:
     """The finished step of this kind for these inputs: the recorded one if there is one, else `work` done now.
 
     `inputs` is everything that can change the result; the step's own version is added here. `stands` may deny
-    that a recorded step can still be used.
+    that a recorded step can still be used. `part_of`: another kind that this step is done for; it is then done again
+    where that one is forced.
 
     Raises:
         StepEnded: the step refused the adapter, waits or had to stop; it is recorded.
@@ -125,7 +137,7 @@ def run_step(
     """
     key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
     known = job.ledger.finished(kind, key)
-    if known is not None and kind not in job.forced and stands(known):
+    if known is not None and (part_of or kind) not in job.forced and stands(known):
         job.log.info("%s: %s was finished before (%s), skipped", job.label, kind.value, known.outcome.value)
         return _continue_or_end(known)
     started = utc_now()

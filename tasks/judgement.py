@@ -31,7 +31,7 @@ from tasks.job import Job, Result, run_step
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
-def judge(job: Job, converted: Step, opponents: Step, scored: Step) -> Step:
+def judge(job: Job, inspected: Step, converted: Step, opponents: Step, scored: Step) -> Step:
     """Ready, quarantined, inconclusive or stopped, with every figure and the thresholds it was decided by."""
     thresholds = job_thresholds(job)
     control: Any = converted.result["control"]
@@ -54,33 +54,37 @@ def judge(job: Job, converted: Step, opponents: Step, scored: Step) -> Step:
         "control": control["kind"],
         "others": "some" if available else "none",
     }
-    return _verdict(job, inputs, work)
+    return _verdict(job, inspected, inputs, work)
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
-def refuse(job: Job, ended: Step) -> Step:
-    """The verdict that an earlier step has reached already."""
+def refuse(job: Job, inspected: Step | None, ended: Step) -> Step:
+    """The verdict that an earlier step has reached already; without an inspection if that was what refused."""
 
     def work() -> Result:
         _require_same_base(job)
         return Result(ended.outcome, dict(ended.result))
 
-    return _verdict(job, {"ended": ended.step_key}, work)
+    return _verdict(job, inspected, {"ended": ended.step_key}, work)
 
 
-def _verdict(job: Job, inputs: dict[str, str], work: Callable[[], Result]) -> Step:
-    """A verdict for the submission at hand.
+def _verdict(job: Job, inspected: Step | None, inputs: dict[str, str], work: Callable[[], Result]) -> Step:
+    """A verdict for the submission at hand, as it was inspected.
 
-    An earlier one for the same inputs counts only while it is the ledger's: after another (for other thresholds,
-    another training.json) it is given again.
+    An earlier one for the same inputs stands only as the ledger's last step: after anything else (another verdict, a
+    stop, a step done again) it is given again, so that a ledger never ends without its verdict.
     """
-    submission = {"base": job.base.name, "training": job.upload.training_digest or "none"}
+    more = {
+        "base": job.base.name,
+        "training": job.upload.training_digest or "none",
+        "inspected": inspected.step_key if inspected else "none",
+    }
     return run_step(
         job,
         StepKind.VERDICT,
-        inputs | submission,
+        inputs | more,
         work,
-        stands=lambda known: known == job.ledger.document.verdict,
+        stands=lambda known: known == job.ledger.document.steps[-1],
     )
 
 

@@ -11,20 +11,22 @@ from storage.ledger import Ledger, Step, StepKind
 from tasks.job import Job
 
 
-def publish_page(job: Job, ending: Step) -> None:
-    """Put the page on this flow run."""
+def publish_page(job: Job, inspected: Step | None, checked: Step | None, ending: Step) -> None:
+    """Put the page on this flow run; the steps are those of this run, None where it did not come so far."""
     key = re.sub(r"[^a-z0-9]+", "-", f"adapter-{job.author}-{job.upload.marker.run}").strip("-")
-    create_markdown_artifact(render_page(job.label, job.ledger.document, ending), key=key)
+    page = render_page(job.label, job.ledger.document, inspected, checked, ending)
+    create_markdown_artifact(page, key=key)
 
 
-def render_page(label: str, ledger: Ledger, ending: Step) -> str:
+def render_page(
+    label: str, ledger: Ledger, inspected: Step | None, checked: Step | None, ending: Step
+) -> str:
     """The page as markdown: the ending, the evidence for the packing, the check list, the BPB table, the steps."""
     parts = [_head(label, ledger, ending)]
-    latest = {step.kind: step for step in ledger.steps if step.outcome.value == "done"}
-    if StepKind.INSPECTED in latest:
-        parts.append(_packing(latest[StepKind.INSPECTED]))
-    if StepKind.CHECKED in latest:
-        parts.append(_checks(latest[StepKind.CHECKED]))
+    if inspected is not None:
+        parts.append(_packing(inspected))
+    if checked is not None:
+        parts.append(_checks(checked))
     if ending.kind is StepKind.VERDICT and ending.result.get("own") is not None:
         parts.append(_scores(ending))
     parts.append(_steps(ledger))
@@ -43,12 +45,22 @@ def _head(label: str, ledger: Ledger, ending: Step) -> str:
 def _packing(inspected: Step) -> str:
     record: Any = inspected.result
     rows = [
-        [parameter, decision["value"], decision["decided_by"], item["source"], item["says"], item["detail"]]
+        [
+            parameter,
+            decision["value"],
+            decision["decided_by"],
+            item["source"],
+            item["says"] or "-",
+            item["detail"],
+        ]
         for parameter, decision in record["packing"].items()
         for item in decision["evidence"]
     ]
+    head = f"## Layout\n\nStored {record['format']}, orientation {record['orientation']}."
+    if not rows:
+        return f"{head} No parameter of it is stacked, so there is no packing to decide."
     columns = ["parameter", "packing", "decided by", "evidence", "says", "detail"]
-    return f"## Layout\n\nOrientation {record['orientation']}.\n\n" + _table(columns, rows)
+    return f"{head}\n\n" + _table(columns, rows)
 
 
 def _checks(checked: Step) -> str:
@@ -79,7 +91,7 @@ def _scores(verdict: Step) -> str:
 def _steps(ledger: Ledger) -> str:
     rows = [
         [
-            step.kind.value,
+            f"{step.kind.value} ({step.inputs['for']})" if "for" in step.inputs else step.kind.value,
             str(step.attempt),
             step.outcome.value,
             f"{(step.finished_at - step.started_at).total_seconds():.0f} s",

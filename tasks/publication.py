@@ -26,7 +26,7 @@ def stage(job: Job, inspected: Step, converted: Step) -> Step:
     aside = control_prefix(job.author, control["output_digest"])
 
     def work() -> Result:
-        own_path, control_path = ensure_converted(job, converted)
+        own_path, control_path = ensure_converted(job, inspected, converted)
         put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]))
         _put_manifest(job, prefix, _manifest(job, inspected, converted))
         put_directory(job.store, control_path, aside, recorded_files(control["files"]))

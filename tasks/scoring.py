@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from roster.serving import Roster
+from roster.serving import Manifest, Roster
 from storage.documents import read_document
 from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import roster_key
@@ -38,6 +38,9 @@ from tasks.job import Job, Result, run_step
 from tasks.judgement import find_drift
 from tasks.outcomes import Code
 from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
+
+READINGS = "readings"
+"""The input `for` of a scored step that compares two readings of an adapter, and judges nothing."""
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -69,16 +72,36 @@ def choose(job: Job, converted: Step) -> Step:
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
-def score(job: Job, converted: Step, opponents: Step) -> Step:
+def score(job: Job, inspected: Step, converted: Step, opponents: Step) -> Step:
     """Bits per unit of every subject, and what they may be compared with."""
-    engine_id = published_engine_id(job)
     wrong = recorded_opponents(opponents)
+    inputs = {"wrong": " ".join(one.output_digest for one in wrong)}
+    return _score(job, inspected, converted, wrong, inputs, part_of=StepKind.SCORED)
+
+
+@task(persist_result=False, cache_policy=NO_CACHE)
+def score_readings(job: Job, inspected: Step, converted: Step) -> Step:
+    """The same for the two readings of an adapter whose packing nothing tells, own and control; no wrong adapters."""
+    return _score(job, inspected, converted, (), {"for": READINGS}, part_of=StepKind.INSPECTED)
+
+
+def _score(
+    job: Job,
+    inspected: Step,
+    converted: Step,
+    wrong: tuple[Candidate, ...],
+    more_inputs: dict[str, str],
+    *,
+    part_of: StepKind,
+) -> Step:
+    engine_id = published_engine_id(job)
     control: Any = converted.result["control"]
 
     def work() -> Result:
-        require_engine(job, _rank(converted))
+        opponents = tuple(_opponent(job, other) for other in wrong)
+        require_engine(job, rank=_rank(converted), mixed_format=_needs_mixed_format(converted, opponents))
         units = _units(job)
-        subjects = _subjects(job, converted, wrong)
+        subjects = _subjects(job, inspected, converted, opponents)
         with leased_engine(job) as engine:
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)
@@ -97,12 +120,11 @@ def score(job: Job, converted: Step, opponents: Step) -> Step:
         "base": job.base.digest,
         "own": str(converted.result["output_digest"]),
         "control": control["output_digest"],
-        "wrong": " ".join(one.output_digest for one in wrong),
         "heldout": " ".join(sorted(one.sha256 for one in job.heldout)),
         "engine": engine_id,
         "stride": str(job.limits.score_stride),
     }
-    return run_step(job, StepKind.SCORED, inputs, work)
+    return run_step(job, StepKind.SCORED, inputs | more_inputs, work, part_of=part_of)
 
 
 def recorded_opponents(step: Step) -> tuple[Candidate, ...]:
@@ -163,25 +185,44 @@ def _units(job: Job) -> tuple[Unit, ...]:
     )
 
 
-def _subjects(job: Job, converted: Step, wrong: tuple[Candidate, ...]) -> tuple[Subject, ...]:
+def _opponent(job: Job, chosen: Candidate) -> Manifest:
+    """The manifest of a wrong adapter that was chosen.
+
+    Raises:
+        OpponentGone: it is not in the store any more.
+    """
+    try:
+        return read_manifest(job.store, chosen.author, chosen.output_digest)
+    except ObjectNotFound as error:
+        raise OpponentGone(job.label, chosen.author, error.key) from error
+
+
+def _needs_mixed_format(converted: Step, opponents: tuple[Manifest, ...]) -> bool:
+    return bool(converted.result["needs_mixed_format"]) or any(one.needs_mixed_format for one in opponents)
+
+
+def _subjects(
+    job: Job, inspected: Step, converted: Step, opponents: tuple[Manifest, ...]
+) -> tuple[Subject, ...]:
     """Base, own, control and wrong adapters, each in a directory on this machine that the engine can read."""
-    own_path, control_path = ensure_converted(job, converted)
+    own_path, control_path = ensure_converted(job, inspected, converted)
     own = str(converted.result["output_digest"])
     control: Any = converted.result["control"]
     displaced = f"{job.author}~control"
+    is_3d = bool(converted.result["is_3d_lora_weight"])
     subjects = [
         Subject(BASE, job.base.document.served_model, None, False),
-        Subject(OWN, candidate_name(job.author, own), str(own_path), False),
-        Subject(CONTROL, candidate_name(displaced, control["output_digest"]), str(control_path), False),
+        Subject(OWN, candidate_name(job.author, own), str(own_path), is_3d),
+        Subject(CONTROL, candidate_name(displaced, control["output_digest"]), str(control_path), is_3d),
     ]
-    for other in wrong:
+    for other in opponents:
         path = job.served_path(other.author, other.output_digest)
         try:
-            fetch_served(job.store, other.author, other.output_digest, job.disk, path)
+            fetch_served(job.store, other, job.disk, path)
         except ObjectNotFound as error:
             raise OpponentGone(job.label, other.author, error.key) from error
         name = candidate_name(other.author, other.output_digest)
-        subjects.append(Subject(WRONG_PREFIX + other.author, name, str(path), False))
+        subjects.append(Subject(WRONG_PREFIX + other.author, name, str(path), other.is_3d_lora_weight))
     return tuple(subjects)
 
 

@@ -71,10 +71,12 @@ def add_base(
     served_model: str,
     aliases: tuple[str, ...],
     progress: Progress,
+    target_format: str | None = None,
 ) -> Base:
     """Register a base, after its config has been understood and its weights have been read for their digest.
 
-    Registered again it keeps its exclusions and, where none are given, its aliases.
+    Registered again it keeps its exclusions and, where none are given, its aliases and its target format, which is
+    per-expert at first.
 
     Raises:
         InvalidName, UnknownFamily, InvalidBaseConfig: see `check_base_config`.
@@ -91,9 +93,15 @@ def add_base(
         served_model=served_model,
         weights_digest=weights_digest(weights, progress) if weights else None,
         engine=BaseEngine(url=engine_url),
-        target_format=TargetFormat.PER_EXPERT,
+        target_format=_target_format(target_format, before),
     )
     return register_base(store, path.read_bytes(), document)
+
+
+def _target_format(stated: str | None, before: BaseDocument | None) -> TargetFormat:
+    if stated is not None:
+        return TargetFormat(stated)
+    return before.target_format if before else TargetFormat.PER_EXPERT
 
 
 def check_base_config(name: str, config: Path) -> None:

@@ -31,7 +31,7 @@ def read_manifest(store: S3Store, author: str, output_digest: str) -> Manifest:
     return manifest
 
 
-def fetch_served(store: S3Store, author: str, output_digest: str, disk: RunDisk, destination: Path) -> None:
+def fetch_served(store: S3Store, served: Manifest, disk: RunDisk, destination: Path) -> None:
     """Download a staged adapter as its manifest lists it; where it lies already it is only held.
 
     Raises:
@@ -39,9 +39,8 @@ def fetch_served(store: S3Store, author: str, output_digest: str, disk: RunDisk,
     """
     if disk.hold(destination):
         return
-    manifest = read_manifest(store, author, output_digest)
-    files = [FileDigest(file.name, file.bytes, file.sha256) for file in manifest.files]
-    fetch_directory(store, serving_prefix(author, output_digest), files, disk, destination)
+    files = [FileDigest(file.name, file.bytes, file.sha256) for file in served.files]
+    fetch_directory(store, serving_prefix(served.author, served.output_digest), files, disk, destination)
 
 
 def put_directory(store: S3Store, directory: Path, prefix: str, files: Sequence[FileDigest]) -> None:

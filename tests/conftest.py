@@ -33,9 +33,18 @@ def prefect_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def desk(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A pipeline on one desk: see pipeline_builders.Desk."""
+def prefect_desk(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A pipeline on one desk, its flow runs by Prefect: see pipeline_builders.Desk."""
     from pipeline_builders import make_desk
 
     with memory_store() as store:
-        yield make_desk(store, tmp_path, monkeypatch)
+        yield make_desk(store, tmp_path, monkeypatch, prefect=True)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """The same without Prefect around the flow: for what an adapter's run finds, not for how Prefect shows it."""
+    from pipeline_builders import make_desk
+
+    with memory_store() as store:
+        yield make_desk(store, tmp_path, monkeypatch, prefect=False)

@@ -1,21 +1,25 @@
-"""A pipeline on one desk: a store in memory, a scripted engine, a real Prefect server, the real flow."""
+"""A pipeline on one desk: a store in memory, a scripted engine, the real flow, with or without Prefect around it."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 from lora_builders import Logical, attention, base_fields, encode, save_adapter
+from prefect import Task
 from prefect.client.schemas.objects import State
 from scripted_scorer import ScriptedScorer
 
 import flows.onboard
+import tasks.page
 import tasks.scoring
 from flows.onboard import onboard
 from flows.settings import Settings
@@ -44,15 +48,20 @@ class Desk:
     folder: Path
     settings: Settings
     engine: ScriptedScorer
+    flow: Callable[..., object]
     submitted: dict[str, Upload] = field(default_factory=dict)
 
     def adapter(
         self, author: str, *, seed: int | None = None, packing: str = "rank_major", **config: Any
     ) -> Path:
-        """A directory as a trainer leaves it; the seed decides the numbers."""
+        """A directory as a trainer leaves it; the seed decides the numbers.
+
+        With a marker, true unless told otherwise: the numbers are random, and tell no packing by themselves.
+        """
         logical = Logical(seed=crc32(author.encode()) if seed is None else seed)
         tensors = {**encode(logical, packing=packing), **attention()}
-        return save_adapter(self.folder / "trained" / author, tensors, **config)
+        stated = {"lora_B_layout": packing} | config
+        return save_adapter(self.folder / "trained" / author, tensors, **stated)
 
     def submit(
         self, author: str, directory: Path, *, run: str = "run-1", base: str = BASE, **more: Any
@@ -82,7 +91,7 @@ class Desk:
         register_heldout(self.store, author, "main", file)
 
     def run(self, author: str, run: str = "run-1", **options: Any) -> State[Any]:
-        state = onboard(author, run, return_state=True, **options)
+        state = self.flow(author, run, **options)
         assert isinstance(state, State)
         return state
 
@@ -113,14 +122,19 @@ def score_by_name(owner: Callable[[], str]) -> Callable[[str, str], float]:
     return bits
 
 
-def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch) -> Desk:
-    """A desk whose flow runs use this store and this engine."""
+def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch, *, prefect: bool) -> Desk:
+    """A desk whose flow runs use this store and this engine.
+
+    Without `prefect` the flow and its tasks are called as the functions that they are: a third of the time.
+    """
     settings = Settings(home=folder / "home", store_endpoint="http://127.0.0.1:9", score_stride=200)
     playing = [""]
     engine = ScriptedScorer(
         {BASE: BASE_BPB}, adapters=score_by_name(lambda: playing[0]), max_len=512, bos=True, flavour=0.01
     )
-    desk = Desk(store, folder, settings, engine)
+    desk = Desk(
+        store, folder, settings, engine, partial(onboard, return_state=True) if prefect else onboard.fn
+    )
 
     @contextmanager
     def leased(job: Any) -> Iterator[ScriptedScorer]:
@@ -130,8 +144,19 @@ def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch) -> Desk:
     patch.setattr(tasks.scoring, "leased_engine", leased)
     patch.setattr(flows.onboard, "open_store", lambda settings: store)
     patch.setattr(flows.onboard, "load_settings", lambda: settings)
+    if not prefect:
+        _take_prefect_away(patch)
     add_tiny_base(store)
     return desk
+
+
+def _take_prefect_away(patch: pytest.MonkeyPatch) -> None:
+    for name, value in vars(flows.onboard).copy().items():
+        if isinstance(value, Task):
+            patch.setattr(flows.onboard, name, value.fn)
+    patch.setattr(flows.onboard, "get_run_logger", lambda: logging.getLogger("onboard"))
+    patch.setattr(flows.onboard, "request_sync", lambda *_: None)
+    patch.setattr(tasks.page, "create_markdown_artifact", lambda *_, **__: None)
 
 
 def add_tiny_base(store: S3Store, name: str = BASE, **changes: Any) -> None:

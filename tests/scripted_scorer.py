@@ -45,6 +45,7 @@ class ScriptedScorer:
 
     calls: what was asked, in order: (load | unload | logprobs, model name).
     prompts: the prompts of all logprobs calls, by model name.
+    stacked: the adapters that were loaded as vLLM's fused format.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ScriptedScorer:
         self.on_logprobs = dict(on_logprobs or {})
         self.calls: list[tuple[str, str]] = []
         self.prompts: dict[str, list[tuple[int, ...]]] = {}
+        self.stacked: set[str] = set()
         self._loaded: dict[str, float] = {}
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -103,6 +105,8 @@ class ScriptedScorer:
 
     def load(self, name: str, path: str, *, is_3d: bool) -> None:
         self.calls.append(("load", name))
+        if is_3d:
+            self.stacked.add(name)
         if name in self.on_load:
             raise self.on_load[name]
         if name in self.models:

@@ -4,6 +4,7 @@ import pickle  # noqa: TID251 - errors cross process borders this way
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from catalog_builders import sync
@@ -16,6 +17,7 @@ from ledger_builders import (
     ledger,
     ready_ledger,
     refused,
+    step,
     verdict,
     whole_path,
 )
@@ -25,6 +27,7 @@ from roster.catalog import open_catalog
 from roster.errors import QueryRefused, UnknownAuthor
 from roster.reader import CatalogReader
 from roster.story import ADVICE, advise, tell
+from tasks.lora.packing import Source
 
 DOCS = (Path(__file__).parent.parent / "docs" / "catalog.md").read_text()
 
@@ -173,7 +176,7 @@ def test_every_query_of_the_docs_runs(reader: CatalogReader, query: str) -> None
 def test_every_table_and_view_is_explained_twice(reader: CatalogReader) -> None:
     views = reader.sql("SELECT view_name, comment FROM duckdb_views() WHERE NOT internal").rows
     tables = reader.sql("SELECT table_name, comment FROM duckdb_tables() WHERE NOT internal").rows
-    assert len(views) == 13 and len(tables) == 8
+    assert len(views) == 14 and len(tables) == 8
     for name, comment in (*views, *tables):
         assert comment, name
         assert f"| `{name}` |" in DOCS, name
@@ -217,6 +220,117 @@ def test_evidence_that_disagrees_is_marked(tmp_path: Path) -> None:
     assert any("marker (strong) disagrees: it says rank_major" in line for line in lines)
 
 
+def tell_of(tmp_path: Path, *steps: dict[str, Any]) -> list[str]:
+    sync(tmp_path / "c.duckdb", [ledger("anna", "a", steps, runs={"r1": 1})])
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        return tell(reader.show("anna"))
+
+
+def test_evidence_that_says_nothing_neither_agrees_nor_disagrees(tmp_path: Path) -> None:
+    step = inspected()
+    down = step["result"]["packing"]["mlp.experts.down_proj"]
+    down["evidence"].append(
+        {"source": "tensors", "says": None, "strength": "none", "detail": "z 0.4 and 0.2"}
+    )
+    lines = tell_of(tmp_path, step)
+    assert "  tensors (none) tells nothing; z 0.4 and 0.2." in lines
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        rows = reader.sql("SELECT source, agrees FROM evidence WHERE source IN ('tensors', 'marker')").rows
+    assert set(rows) == {("marker", True), ("tensors", None)}
+
+
+def test_a_packing_that_varies_by_layer_is_told(tmp_path: Path) -> None:
+    step = inspected()
+    layers = {"rank_major": [0], "grouped_by_expert": [1]}
+    mixed = {"value": "mixed", "decided_by": "tensors", "layers": layers}
+    step["result"]["packing"]["mlp.experts.down_proj"] |= mixed
+    lines = tell_of(tmp_path, step)
+    said = "The packing of mlp.experts.down_proj was read as mixed, by layer, as the numbers in its tensors show."
+    assert said in lines
+    assert "  marker (strong) says grouped_by_expert; lora_B_layout." in lines
+
+
+def test_a_file_without_stacked_parameters_has_no_packing_to_tell(tmp_path: Path) -> None:
+    step = inspected()
+    step["result"] |= {"format": "per-expert", "packing": {}}
+    lines = tell_of(tmp_path, step)
+    assert "Its file is per-expert: no parameter is stacked, so there is no packing to decide." in lines
+
+
+def test_every_source_that_can_decide_has_its_words(tmp_path: Path) -> None:
+    ledgers = []
+    for source in Source:
+        step = inspected()
+        for decision in step["result"]["packing"].values():
+            decision["decided_by"] = source.value
+        ledgers.append(ledger(source.value.replace("_", "-"), "a", [step], runs={"r1": 1}))
+    sync(tmp_path / "c.duckdb", ledgers)
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        told = {source: "".join(tell(reader.show(source.value.replace("_", "-")))) for source in Source}
+    unworded = [source for source, text in told.items() if "as decided by" in text]
+    assert unworded == [Source.PEFT_VERSION], "which tells the orientation only"
+
+
+def arbitrated(*, winner: str, output: str) -> list[dict[str, Any]]:
+    """The steps of an adapter whose packing the scores of both readings decided."""
+    undecided, settled = inspected("rank_major", minute=0), inspected(winner, minute=4)
+    for decision in settled["result"]["packing"].values():
+        decision["decided_by"] = "scores"
+    first, second = converted("rank_major " + output, minute=1), converted(output, minute=5)
+    first["inputs"] |= {"inspected": undecided["step_key"]}
+    second["inputs"] |= {"inspected": settled["step_key"]}
+    readings = step("scored", "done", {"subjects": {"own": [1.5], "control": [9.5]}}, minute=3)
+    rest = whole_path("anna", output)[3:]
+    rest[-1]["inputs"] |= {"inspected": settled["step_key"]}
+    return [undecided, first, checked(minute=2), readings, settled, second, checked(minute=6), *rest]
+
+
+def test_readings_that_were_scored_do_not_stand_for_what_is_served(tmp_path: Path) -> None:
+    """Two inspections, two conversions, two scorings; the second of each is the adapter's."""
+    output = digest("grouped")
+    lines = tell_of(tmp_path, *arbitrated(winner="grouped_by_expert", output=output))
+    assert any(
+        line.startswith(
+            "The packing of mlp.experts.down_proj was read as grouped_by_expert, because so it scored"
+        )
+        for line in lines
+    )
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        (row,) = reader.ready()
+        assert row.output_digest == output and reader.thin_verdicts() == []
+        assert reader.sql("SELECT subject FROM scores WHERE subject = 'own' AND bpb = 2.125").rows
+
+
+def test_the_evidence_is_that_of_the_inspection_behind_the_verdict(tmp_path: Path) -> None:
+    """Back at an earlier training.json everything is known but the verdict, which is given again."""
+    output, other_output = digest("first"), digest("second")
+    steps = whole_path("anna", output)
+    steps[2]["inputs"] |= {"output": output}
+    steps[-1]["inputs"] |= {"inspected": steps[0]["step_key"]}
+    other, check = inspected("rank_major", minute=10), checked(minute=11)
+    check["inputs"] |= {"output": other_output}
+    check["result"]["checks"][0]["detail"] = "of the other reading"
+    second = verdict("quarantined", other_output, minute=12, code="control_not_worse")
+    second["inputs"] |= {"inspected": other["step_key"]}
+    again = verdict("ready", output, minute=13)
+    again["inputs"] |= {"inspected": steps[0]["step_key"]}
+
+    def told(*more: dict[str, Any]) -> tuple[bool, bool]:
+        text = "".join(tell_of(tmp_path, *steps, other, check, second, *more))
+        assert ("read as rank_major" in text) is not ("read as grouped_by_expert" in text)
+        return "read as rank_major" in text, "of the other reading" in text
+
+    assert told() == (True, True)
+    assert told(again) == (False, False)
+    assert told(again, inspected("rank_major", minute=14))[0], "a run is at work on it"
+    conflict = refused("inspected", "layout_conflict", minute=14)
+    refusal = refused("verdict", "layout_conflict", minute=15)
+    refusal["inputs"] |= {"inspected": "none"}
+    assert "read as" not in "".join(tell_of(tmp_path, *steps, conflict, refusal)), (
+        "its evidence is in the reason"
+    )
+
+
 def test_show_holds_the_newest_adapter_first(reader: CatalogReader) -> None:
     story = reader.show("berta")
     assert [(one.adapter.run, one.adapter.state, one.served) for one in story.adapters] == [
@@ -242,7 +356,10 @@ def test_the_story_of_a_refused_adapter(reader: CatalogReader) -> None:
     assert lines[0] == "liar has uploaded 1 adapter."
     assert lines[1] == "liar is not served."
     assert LIAR["adapter_digest"][:12] in text and "run r5" in text
-    assert "The packing of mlp.experts.down_proj was read as grouped_by_expert, decided by marker." in lines
+    assert (
+        "The packing of mlp.experts.down_proj was read as grouped_by_expert, as the marker in its "
+        "adapter_config.json says." in lines
+    )
     assert "  training (strong) agrees: it says grouped_by_expert; unsloth_zoo 2026.9.5." in lines
     assert "2 of 2 checks of the converted adapter passed." in lines
     assert "  own adapter: 2.2500." in lines

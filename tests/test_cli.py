@@ -40,6 +40,7 @@ from flows.services import (
 )
 from flows.supervisor import ChildFailedError
 from flows.up import EngineIncomplete
+from storage.bases import read_base
 from storage.errors import StoreUnavailable
 from storage.s3 import S3Store
 from storage.uploads import read_upload
@@ -51,9 +52,10 @@ INSPECT_KEYS = {
 }
 COMMANDS = (
     *("submit", "base add", "heldout add", "inspect", "convert", "check", "ready", "show", "why", "sql"),
-    *("status", "up", "down", "sync", "rebuild"),
+    *("status", "up", "down", "sync", "rebuild", "policy set", "policy show", "policy clear"),
+    "migrate",
 )
-EXPLAIN_THEMSELVES = ("ready", "show", "why", "status", "down", "sync", "rebuild")
+EXPLAIN_THEMSELVES = ("ready", "show", "why", "status", "down", "sync", "rebuild", "policy show")
 
 
 @pytest.fixture
@@ -70,7 +72,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name.startswith(("ROSTER_", "PREFECT_API")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("ROSTER_HOME", str(tmp_path / "home"))
-    save_adapter(tmp_path / "trained" / "ash", {**encode(Logical(seed=3)), **attention()})
+    tensors = {**encode(Logical(seed=3)), **attention()}
+    save_adapter(tmp_path / "trained" / "ash", tensors, lora_B_layout="rank_major")
     model = tmp_path / "models" / "tiny"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(base_fields()))
@@ -135,9 +138,26 @@ def test_inspecting_headers_alone_leaves_digests_open(offline: Roster) -> None:
     assert found["classes"]["routed_experts"] == {"keys": 8, "trained_fraction": None}
 
 
+def test_headers_alone_wait_for_no_heavy_library(desk: Path) -> None:
+    """They have to answer while somebody waits: half a second for the largest adapter there is."""
+    script = """
+import sys
+from flows.cli.app import run
+heavy = {"torch", "numpy", "prefect", "boto3", "duckdb", "httpx", "pydantic_settings"}
+inspect = ["inspect", "trained/ash", "--base", "models/tiny"]
+for command in (["--help"], [*inspect, "--header-only"], inspect):
+    print(run(command), sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], cwd=desk, capture_output=True, text=True, check=True)
+    found = [line for line in ran.stderr.splitlines() if line.startswith("0 [")]
+    assert found == ["0 []", "0 []", "0 ['numpy', 'torch']"], ran.stderr
+
+
 def test_inspect_for_people_keeps_every_line_whole(offline: Roster) -> None:
     ran = offline("inspect", "trained/ash", "--base", "models/tiny", "--packing", "grouped_by_expert")
-    assert "qwen3_moe: 2 layers, 4 experts, orientation standard, 24 pairs when converted\n" in ran.out
+    assert (
+        "qwen3_moe: 2 layers, 4 experts, stacked, orientation standard, 24 pairs when converted\n" in ran.out
+    )
     assert "gate_up_proj: packing grouped_by_expert, decided by forced\n" in ran.out
     assert re.search(r"^  forced \(forced\) says grouped_by_expert: \S.*$", ran.out, re.MULTILINE)
     assert re.search(r"^routed_experts +8 +3 +1\.0 *$", ran.out, re.MULTILINE)
@@ -156,7 +176,7 @@ def test_what_training_json_does_not_know_is_told(offline: Roster, desk: Path) -
     ran = offline("inspect", "trained/ash", "--base", "models/tiny", "--json")
     warnings = ran.document["warnings"]
     assert any("training.json: lora_layout is no key we know, ignored" in warning for warning in warnings)
-    assert ran.document["packing"]["down_proj"]["decided_by"] == "provisional"
+    assert ran.document["packing"]["down_proj"]["decided_by"] == "marker"
 
 
 def test_convert_then_check(offline: Roster, desk: Path) -> None:
@@ -183,6 +203,37 @@ def test_check_fails_on_another_reading(offline: Roster) -> None:
     ran = offline("check", "trained/ash", "serving/ash", "--base", "models/tiny")
     assert ran.code == 1
     assert re.search(r"^FAILED +round_trip ", ran.out, re.MULTILINE)
+
+
+def test_a_stacked_adapter_is_made_and_checked_as_what_it_is(offline: Roster, desk: Path) -> None:
+    to = ("stacked/ash", "--base", "models/tiny")
+    made = offline("convert", "trained/ash", *to, "--format", "stacked", "--json").document
+    assert (made["format"], made["is_3d_lora_weight"], made["needs_mixed_format"]) == ("stacked", True, True)
+    assert made["output_digest"] == digest_of(desk / "stacked" / "ash")
+    assert offline("check", "trained/ash", *to, "--json").document["passed"] is True
+    found = offline("inspect", *to, "--json").document
+    assert found["format"] == "stacked"
+    assert {one["decided_by"] for one in found["packing"].values()} == {"marker"}
+    offline("convert", "stacked/ash", "serving/ash", "--base", "models/tiny")
+    straight = offline("inspect", "trained/ash", "--base", "models/tiny", "--json").document
+    assert straight["output_digest"] == digest_of(desk / "serving" / "ash"), "the same adapter by another way"
+
+
+def test_what_nothing_tells_is_said_to_be_open(offline: Roster, desk: Path) -> None:
+    save_adapter(desk / "trained" / "ash", {**encode(Logical(seed=3)), **attention()})
+    found = offline("inspect", "trained/ash", "--base", "models/tiny", "--json").document
+    assert found["undecided"] == ["gate_up_proj", "down_proj"]
+    for decision in found["packing"].values():
+        assert (decision["value"], decision["decided_by"]) == ("rank_major", "provisional")
+    out = offline("inspect", "trained/ash", "--base", "models/tiny").out
+    assert re.search(r"^  tensors \(none\) tells nothing: \S", out, re.MULTILINE)
+
+
+def test_a_per_expert_adapter_has_no_packing(offline: Roster, desk: Path) -> None:
+    offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny")
+    found = offline("inspect", "serving/ash", "--base", "models/tiny", "--json").document
+    assert (found["format"], found["packing"], found["undecided"]) == ("per-expert", {}, [])
+    assert found["orientation"] == "standard" and found["output_digest"] == found["adapter_digest"]
 
 
 def test_check_names_the_directory_that_is_at_fault(offline: Roster, desk: Path) -> None:
@@ -322,6 +373,19 @@ def test_base_add_refuses_before_it_writes(
     assert keys(store) == []
 
 
+def test_base_add_keeps_the_target_format_until_another_is_given(roster: Roster, store: S3Store) -> None:
+    def registered(*options: str) -> str:
+        assert roster("base", "add", "tiny", "--config", "models/tiny", *options).code == 0
+        return read_base(store, "tiny").document.target_format.value
+
+    assert registered() == "per-expert"
+    assert registered("--target-format", "stacked") == "stacked"
+    assert registered("--engine-url", "http://127.0.0.1:8000") == "stacked"
+    assert registered("--target-format", "per-expert") == "per-expert"
+    ran = roster("base", "add", "tiny", "--config", "models/tiny", "--target-format", "slots")
+    assert ran.code == 2 and '"stacked"' in ran.err
+
+
 def test_heldout_add_counts_and_warns(roster: Roster, store: S3Store, desk: Path) -> None:
     file = desk / "heldout" / "ash.jsonl"
     assert roster("heldout", "add", "ash", "main", file, "--json").document == {
@@ -426,6 +490,52 @@ def test_submit_needs_a_directory_with_an_adapter(roster: Roster, store: S3Store
     ran = roster("submit", "nosuch", "--author", "ash", "--base", "tiny")
     assert (ran.code, keys(store)) == (2, [])
     assert '"nosuch" does not exist' in ran.err
+
+
+# policy
+
+
+def test_a_policy_is_set_shown_and_cleared(roster: Roster, store: S3Store) -> None:
+    roster("base", "add", "tiny", "--config", "models/tiny")
+    assert roster("policy", "show", "--json").document == {"policies": []}
+    assert "no policy is set" in roster("policy", "show").out
+    why = "our trainer is old"
+    made = roster("policy", "set", "grouped_by_expert", "--base", "tiny", "--why", why, "--json").document
+    assert set(made) == {"base", "schema", "lora_B_layout", "why", "set_by", "set_at"}
+    assert (made["base"], made["lora_B_layout"], made["why"]) == ("tiny", "grouped_by_expert", why)
+    assert re.fullmatch(r"[^@\s]+", made["set_by"]), "a user, no machine"
+    roster("policy", "set", "rank_major", "--parameter", "down_proj", "--why", "it was mended")
+    assert roster("policy", "show", "--json").document["policies"][1] == made
+    shown = roster("policy", "show").out
+    assert re.search(r"^every base +down_proj rank_major .* it was mended *$", shown, re.MULTILINE)
+    assert re.search(r"^base tiny +grouped_by_expert ", shown, re.MULTILINE)
+    assert roster("policy", "clear", "--base", "tiny", "--json").document == {"base": "tiny", "cleared": True}
+    assert roster("policy", "clear", "--base", "tiny").err == "base tiny: there was no policy\n"
+    assert keys(store, "bases/tiny/policy") == [] and keys(store, "policy") == ["policy.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rank_major"], "--why"),
+        (["rank_major", "--why", " "], "a reason that tells others later"),
+        (["columns", "--why", "x"], '"grouped_by_expert"'),
+        (
+            ["rank_major", "--why", "x", "--base", "tinny"],
+            "base 'tinny': expected a registered base, found: tiny",
+        ),
+        (["rank_major", "--why", "x", "--parameter", "up"], "one of down_proj, gate_up_proj"),
+    ],
+    ids=short_id,
+)
+def test_a_policy_is_refused_before_it_is_written(
+    roster: Roster, store: S3Store, arguments: list[str], said: str
+) -> None:
+    roster("base", "add", "tiny", "--config", "models/tiny")
+    ran = roster("policy", "set", *arguments, "--json")
+    assert ran.code == 2
+    assert said in ran.document["error"]
+    assert not any("policy" in key for key in keys(store))
 
 
 # ready, show, why, sql, status

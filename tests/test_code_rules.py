@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("flows", "tasks", "storage", "roster", "demo")
+PACKAGES = ("flows", "tasks", "storage", "roster", "demo", "bench")
 
 # Which files may import a library (a prefix ends with "/"). Everything else goes through them.
 DOORS = {
@@ -23,8 +23,8 @@ DOORS = {
     "httpx": ("tasks/bpb/engine.py",),
     "vllm": ("roster/engine_plugin/",),
     "prefect": ("flows/", "tasks/*.py"),
-    "transformers": ("demo/",),
-    "peft": ("demo/",),
+    "transformers": ("demo/", "bench/"),
+    "peft": ("demo/", "bench/"),
     "pickle": (),
 }
 ENVIRONMENT_DOORS = ("flows/settings.py", "roster/engine_plugin/settings.py")

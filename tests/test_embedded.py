@@ -46,7 +46,9 @@ from flows.services import (
     utc_now,
     write_document,
 )
+from flows.settings import Settings
 from flows.supervisor import ChildUnfitError
+from flows.up import embedded_config
 from storage.s3 import S3Store
 
 NOTHING = OneShot("nothing", (sys.executable, "-S", "-c", "print('nothing to set up')"))
@@ -312,6 +314,25 @@ def test_the_plan_waits_in_the_right_order_and_keeps_the_users_own_settings_out(
     assert str(ports["engine-tiny"]) in engine.argv
     # No secret on a command line, where every user of the machine can read it.
     assert all("secret" not in word for child in children.values() for word in child.argv)
+
+
+@pytest.mark.parametrize(("target_format", "flags"), [("per-expert", 0), ("stacked", 1)])
+def test_an_engine_for_stacked_adapters_takes_both_forms(
+    tmp_path: Path, target_format: str, flags: int
+) -> None:
+    config = embedded_config(
+        Settings(home=tmp_path, engine_python=Path(sys.executable)),
+        base="tiny",
+        weights=Path("/models/tiny"),
+        max_model_len=384,
+        max_loras=3,
+        max_lora_rank=8,
+        target_format=target_format,
+    )
+    ports = pick_ports(port_names(config), {})
+    store = store_service(config, ports, "key", "secret")
+    engine = next(c for c in plan_children(config, ports, store, {}, "w") if c.name == "engine-tiny")
+    assert engine.argv.count("--enable-mixed-moe-lora-format") == flags
 
 
 def test_a_relative_home_is_refused() -> None:

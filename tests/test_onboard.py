@@ -1,4 +1,7 @@
-"""The whole flow with a store in memory and a scripted engine: every way an adapter's run can end."""
+"""The whole flow with a store in memory and a scripted engine: every way an adapter's run can end.
+
+What Prefect itself has a hand in is run by Prefect (`prefect_desk`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from lora_builders import Logical, attention, base_fields, encode, save_adapter
-from pipeline_builders import BASE, Desk, OnLoad, add_tiny_base, spoil_by_removing_a_factor
+from pipeline_builders import (
+    BASE,
+    CONTROL_BPB,
+    OWN_BPB,
+    Desk,
+    OnLoad,
+    add_tiny_base,
+    spoil_by_removing_a_factor,
+)
 from prefect.client.orchestration import get_client
 
 from roster.catalog import open_catalog
@@ -23,14 +34,15 @@ from storage.errors import StoreUnavailable
 from storage.keys import roster_key
 from storage.ledger import Outcome, StepKind, SubmissionRef
 from tasks.bpb.engine_errors import EngineUnavailable
+from tasks.job import STEP_VERSIONS
 from tasks.submission import add_base
 from tasks.sweeping import list_due, reason_to_run
 
 
-def test_an_honest_adapter_becomes_ready(desk: Desk) -> None:
-    state = desk.ready("alder")
+def test_an_honest_adapter_becomes_ready(prefect_desk: Desk) -> None:
+    state = prefect_desk.ready("alder")
     assert state.name == "Ready"
-    ledger = desk.ledger("alder")
+    ledger = prefect_desk.ledger("alder")
     assert [step.kind for step in ledger.steps] == list(StepKind)
     assert ledger.claim is None
     assert ledger.verdict is not None and ledger.verdict.outcome is Outcome.READY
@@ -38,14 +50,29 @@ def test_an_honest_adapter_becomes_ready(desk: Desk) -> None:
     assert record["own"] < record["control"] < record["base"] + 0.1
     assert "no opponent yet" in " ".join(record["notes"])
     output = record["output_digest"]
-    manifest, _ = read_document(desk.store, f"serving/alder/{output}/manifest.json", Manifest)
-    assert manifest.adapter_digest == desk.submitted["alder"].adapter_digest
-    assert {key.rsplit("/", 1)[1] for key in desk.keys(f"serving/alder/{output}/")} == {
+    manifest, _ = read_document(prefect_desk.store, f"serving/alder/{output}/manifest.json", Manifest)
+    assert manifest.adapter_digest == prefect_desk.submitted["alder"].adapter_digest
+    assert {key.rsplit("/", 1)[1] for key in prefect_desk.keys(f"serving/alder/{output}/")} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "manifest.json",
     }
-    assert desk.keys("control/") == [], "the control is taken away after the verdict"
+    assert prefect_desk.keys("control/") == [], "the control is taken away after the verdict"
+    with get_client(sync_client=True) as client:
+        (page,) = (page for page in client.read_artifacts() if page.key == "adapter-alder-run-1")
+    text = str(page.data)
+    own = f"| own | {record['own']:.4f} |"
+    for expected in ("# alder/run-1 — ready", "## Checks", "round_trip", own, "| control |", "| marker |"):
+        assert expected in text
+
+
+def test_an_adapter_that_says_nothing_is_scored_both_ways_first(prefect_desk: Desk) -> None:
+    """The way round by itself; what is decided on it: test_onboard_layouts.py."""
+    prefect_desk.engine.adapters = lambda name, path: CONTROL_BPB if "~control@" in name else OWN_BPB
+    assert prefect_desk.ready("birch", lora_B_layout=None).name == "Ready"
+    kinds = [step.kind for step in prefect_desk.ledger("birch").steps]
+    reading = [StepKind.INSPECTED, StepKind.CONVERTED, StepKind.CHECKED]
+    assert kinds == [*reading, StepKind.SCORED, *list(StepKind)]
 
 
 def test_a_base_may_be_named_by_its_alias_and_keeps_it(desk: Desk) -> None:
@@ -57,18 +84,6 @@ def test_a_base_may_be_named_by_its_alias_and_keeps_it(desk: Desk) -> None:
     assert again.document.aliases == ("Org/Tiny",), "another address takes nothing else away"
     upload = desk.submit("alder", desk.adapter("alder"), base="Org/Tiny")
     assert upload.marker.base == BASE
-
-
-def test_the_run_has_a_page(desk: Desk) -> None:
-    desk.ready("alder")
-    with get_client(sync_client=True) as client:
-        pages = [page for page in client.read_artifacts() if page.key == "adapter-alder-run-1"]
-    assert pages
-    text = str(pages[0].data)
-    verdict: Any = desk.ledger("alder").verdict
-    own = f"| own | {verdict.result['own']:.4f} |"
-    for expected in ("# alder/run-1 — ready", "## Checks", "round_trip", own, "| control |", "provisional"):
-        assert expected in text
 
 
 def test_a_rerun_with_nothing_changed_does_no_work_and_says_so(desk: Desk) -> None:
@@ -208,24 +223,27 @@ def test_an_unknown_base_waits(desk: Desk) -> None:
     assert desk.run("cedar").name == "Ready"
 
 
-def test_an_upload_without_marker_waits(desk: Desk) -> None:
-    state = desk.run("nobody")
+def test_an_upload_without_marker_waits(prefect_desk: Desk) -> None:
+    state = prefect_desk.run("nobody")
     assert state.name == "Waiting: incomplete_upload"
-    assert desk.keys("ledger/") == []
+    assert prefect_desk.keys("ledger/") == []
 
 
-def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(desk: Desk) -> None:
-    desk.engine.on_logprobs = {
+def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(prefect_desk: Desk) -> None:
+    prefect_desk.engine.on_logprobs = {
         BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")
     }
-    assert desk.ready("elm").name == "Stopped: engine_unavailable"
-    ledger = desk.ledger("elm")
+    assert prefect_desk.ready("elm").name == "Stopped: engine_unavailable"
+    ledger = prefect_desk.ledger("elm")
     assert ledger.verdict is None and ledger.steps[-1].outcome is Outcome.STOPPED
     before = len(ledger.steps)
-    desk.engine.on_logprobs = {}
-    shutil.rmtree(desk.settings.work_path)  # another worker, with an empty home
-    assert desk.run("elm").name == "Ready"
-    assert [step.kind for step in desk.ledger("elm").steps[before:]] == [StepKind.SCORED, StepKind.VERDICT]
+    prefect_desk.engine.on_logprobs = {}
+    shutil.rmtree(prefect_desk.settings.work_path)  # another worker, with an empty home
+    assert prefect_desk.run("elm").name == "Ready"
+    assert [step.kind for step in prefect_desk.ledger("elm").steps[before:]] == [
+        StepKind.SCORED,
+        StepKind.VERDICT,
+    ]
 
 
 def test_a_stopped_rescore_does_not_unready(desk: Desk) -> None:
@@ -236,6 +254,30 @@ def test_a_stopped_rescore_does_not_unready(desk: Desk) -> None:
     assert desk.run("elm", rescore=True).name == "Stopped: engine_unavailable"
     verdict = desk.ledger("elm").verdict
     assert verdict is not None and verdict.outcome is Outcome.READY
+    desk.engine.on_logprobs = {}
+    assert desk.run("elm").name == "Ready"
+    ledger = desk.ledger("elm")
+    assert ledger.steps[-1] == ledger.verdict, "else it would look stopped for ever"
+    later = utc_now() + timedelta(days=1)
+    assert list_due(desk.store, now=later, grace_s=0) == []
+
+
+def test_a_verdict_is_renewed_when_the_steps_behind_it_are(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer code that finds the same: the scores stand, the verdict is given again, and nothing is stale."""
+    desk.ready("elm")
+    newer = {**STEP_VERSIONS, StepKind.INSPECTED: "next"}
+    for module in ("job", "cataloguing"):
+        monkeypatch.setattr(f"tasks.{module}.STEP_VERSIONS", newer)
+    for expected in (True, False):
+        desk.sync()
+        with open_catalog(desk.settings.catalog_path) as reader:
+            (adapter,) = (one.adapter for one in reader.show("elm").adapters)
+        assert (adapter.state, adapter.stale) == ("ready", expected)
+        assert desk.run("elm").name == "Ready"
+    again = [step.kind for step in desk.ledger("elm").steps[7:]]
+    assert again == [*list(StepKind)[:4], StepKind.VERDICT]
 
 
 def test_a_drifting_engine_stops_the_run_and_its_scores_are_not_kept(desk: Desk) -> None:
@@ -266,34 +308,34 @@ def test_two_runs_of_one_adapter_do_not_work_at_once(desk: Desk) -> None:
     assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) == "its run died"
 
 
-def test_a_run_that_lost_its_claim_writes_nothing_more(desk: Desk) -> None:
+def test_a_run_that_lost_its_claim_writes_nothing_more(prefect_desk: Desk) -> None:
     """It stalled past its claim's time, and another run took over."""
 
     def take_over(_: str) -> None:
-        key = desk.keys("ledger/")[0]
-        ledger = json.loads(desk.store.get(key).body)
+        key = prefect_desk.keys("ledger/")[0]
+        ledger = json.loads(prefect_desk.store.get(key).body)
         ledger["claim"]["holder"] = "another worker"
-        desk.store.put(key, json.dumps(ledger).encode())
+        prefect_desk.store.put(key, json.dumps(ledger).encode())
 
-    desk.engine.on_load = OnLoad("oak@", take_over)
-    state = desk.ready("oak")
+    prefect_desk.engine.on_load = OnLoad("oak@", take_over)
+    state = prefect_desk.ready("oak")
     assert state.name == "Elsewhere" and "another worker" in (state.message or "")
-    ledger = desk.ledger("oak")
+    ledger = prefect_desk.ledger("oak")
     assert ledger.steps[-1].kind is StepKind.OPPONENTS and ledger.verdict is None
     assert ledger.claim is not None and ledger.claim.holder == "another worker"
-    assert len(desk.keys("control/")) == 2, "and takes nothing away that the other works with"
+    assert len(prefect_desk.keys("control/")) == 2, "and takes nothing away that the other works with"
 
 
 def test_unknown_errors_stop_the_run_on_the_record_and_surface(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    prefect_desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("nobody foresaw this")
 
     monkeypatch.setattr("tasks.conversion.inspect_adapter", broken)
-    state = desk.ready("yew")
+    state = prefect_desk.ready("yew")
     assert state.is_failed() and "nobody foresaw this" in (state.message or "")
-    last = desk.ledger("yew").steps[-1]
+    last = prefect_desk.ledger("yew").steps[-1]
     assert (last.outcome, last.result["code"]) == (Outcome.STOPPED, "internal")
 
 
@@ -302,15 +344,19 @@ def test_a_full_disk_is_told_apart(desk: Desk, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tasks.conversion.convert_adapter", full)
-    desk.ready("yew")
+    with pytest.raises(OSError, match="No space left"):
+        desk.ready("yew")
     assert desk.ledger("yew").steps[-1].result["code"] == "disk_full"
 
 
 def test_changed_training_json_is_new_work(desk: Desk) -> None:
     """The same bytes, submitted again with another statement about their packing, are decided anew."""
-    desk.ready("alder")
+    folder = desk.adapter("alder", lora_B_layout=None)
+    (folder / "training.json").write_text(json.dumps({"lora_B_layout": "rank_major"}))
+    desk.heldout("alder")
+    desk.submit("alder", folder)
+    assert desk.run("alder").name == "Ready"
     first = desk.ledger("alder")
-    folder = desk.folder / "trained" / "alder"
     (folder / "training.json").write_text(json.dumps({"lora_B_layout": "grouped_by_expert"}))
     desk.submit("alder", folder, run="run-2")
     desk.run("alder", "run-2")

@@ -24,6 +24,11 @@ from tasks.outcomes import Code, rule
 pytestmark = pytest.mark.real  # more flow runs on a real Prefect server than the fast tests have time for
 
 
+@pytest.fixture
+def desk(prefect_desk: Desk) -> Desk:
+    return prefect_desk
+
+
 def refusal(name: str) -> EngineRefused:
     return EngineRefused(name, "/x", 500, "Call to add_lora method failed: ")
 
@@ -112,12 +117,18 @@ def test_an_opponent_that_vanished_is_replaced_at_the_next_run(desk: Desk) -> No
 
 def test_the_verdict_is_that_of_the_last_submission(desk: Desk) -> None:
     """Back to an earlier training.json: every step is known, but the verdict in the ledger was another's."""
-    desk.ready("alder")
-    folder = desk.folder / "trained" / "alder"
-    (folder / "training.json").write_text(json.dumps({"lora_B_layout": "grouped_by_expert"}))
+    folder = desk.adapter("alder", lora_B_layout=None)
+    rank_major, grouped = (
+        json.dumps({"lora_B_layout": said}) for said in ("rank_major", "grouped_by_expert")
+    )
+    (folder / "training.json").write_text(rank_major)
+    desk.heldout("alder")
+    desk.submit("alder", folder)
+    assert desk.run("alder").name == "Ready"
+    (folder / "training.json").write_text(grouped)
     second = desk.submit("alder", folder, run="run-2")
     desk.run("alder", "run-2")
-    (folder / "training.json").unlink()
+    (folder / "training.json").write_text(rank_major)
     desk.submit("alder", folder, run="run-3")
     assert desk.run("alder", "run-3").name == "Ready"
     ledger = desk.ledger("alder")

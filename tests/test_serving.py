@@ -66,6 +66,21 @@ def test_the_example_in_the_docs_round_trips(model: type[Manifest] | type[Roster
     assert written["schema"] == 1
 
 
+def test_a_manifest_tells_a_packing_that_varies_by_layer_and_evidence_that_says_nothing() -> None:
+    written = json.loads((EXAMPLES / "manifest.json").read_text())
+    down = written["layout"]["packing"]["mlp.experts.down_proj"]
+    down |= {"value": "mixed", "layers": {"rank_major": [0, 2], "grouped_by_expert": [1]}}
+    down["evidence"][0]["says"] = None
+    read = Manifest.model_validate(written)
+    assert json.loads(read.model_dump_json()) == written
+    assert read.layout.packing["mlp.experts.down_proj"].layers == {
+        "rank_major": (0, 2),
+        "grouped_by_expert": (1,),
+    }
+    written["layout"]["packing"] = {}
+    assert json.loads(Manifest.model_validate(written).model_dump_json()) == written
+
+
 @pytest.mark.parametrize(("model", "name"), [(Manifest, "manifest.json"), (Roster, "roster.json")])
 def test_unknown_keys_and_other_schemas_are_refused(model: type[Manifest] | type[Roster], name: str) -> None:
     written = json.loads((EXAMPLES / name).read_text())

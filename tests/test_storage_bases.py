@@ -127,11 +127,11 @@ def test_pickled_weights_count_where_there_are_no_others(tmp_path: Path) -> None
     assert weights_digest(tmp_path, lambda *_: None) == hashlib.sha256(line.encode()).hexdigest()
 
 
-def test_target_formats_are_the_three_of_the_contract() -> None:
-    assert [
-        json.loads(document(target_format=f).model_dump_json())["target_format"] for f in TargetFormat
-    ] == [
-        "per-expert",
-        "stacked",
-        "slots",
-    ]
+def test_target_formats_are_those_that_are_converted_to(store: S3Store) -> None:
+    written = [json.loads(document(target_format=f).model_dump_json())["target_format"] for f in TargetFormat]
+    assert written == ["per-expert", "stacked"]
+    register_base(store, CONFIG, document())
+    body = store.get("bases/tiny/base.json").body.replace(b'"per-expert"', b'"slots"')
+    store.put("bases/tiny/base.json", body)
+    with pytest.raises(InvalidDocument, match="target_format: Input should be 'per-expert' or 'stacked'"):
+        read_base(store, "tiny")

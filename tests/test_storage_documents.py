@@ -11,6 +11,7 @@ from storage.documents import decode_document, encode_document, format_time, put
 from storage.errors import InvalidDocument
 from storage.heldout import HeldoutUnit
 from storage.ledger import Claim, Ledger, Outcome, Step, StepKind, SubmissionRef
+from storage.policy import PolicyDocument
 from storage.training import Training
 from storage.uploads import UploadMarker
 
@@ -21,6 +22,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "base": BaseDocument,
     "heldout_unit": HeldoutUnit,
     "ledger": Ledger,
+    "policy": PolicyDocument,
 }
 
 
@@ -45,6 +47,7 @@ def test_the_documented_examples_round_trip_byte_for_byte(name: str) -> None:
         ("ledger", ["claim"]),
         ("ledger", ["steps", 1]),
         ("ledger", ["submissions", 0]),
+        ("policy", []),
     ],
 )
 def test_what_we_write_refuses_unknown_keys_at_every_depth(name: str, path: list[str | int]) -> None:
@@ -57,7 +60,7 @@ def test_what_we_write_refuses_unknown_keys_at_every_depth(name: str, path: list
         decode_document("key/of/it", json.dumps(values).encode(), MODELS[name])
 
 
-@pytest.mark.parametrize("name", ["upload", "training", "base", "ledger"])
+@pytest.mark.parametrize("name", ["upload", "training", "base", "ledger", "policy"])
 def test_another_schema_is_refused(name: str) -> None:
     values = json.loads((EXAMPLES / f"{name}.json").read_text()) | {"schema": 2}
     with pytest.raises(InvalidDocument, match="schema: Input should be 1"):

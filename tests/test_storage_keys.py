@@ -76,6 +76,8 @@ def test_keys_are_the_documented_ones() -> None:
     assert keys.heldout_key("ada", "letters") == "heldout/ada/letters.jsonl"
     assert keys.base_config_key("tiny") == "bases/tiny/config.json"
     assert keys.base_document_key("tiny") == "bases/tiny/base.json"
+    assert keys.policy_key(None) == "policy.json"
+    assert keys.policy_key("tiny") == "bases/tiny/policy.json"
     assert keys.ledger_key("ada", DIGEST) == f"ledger/ada/{DIGEST}.json"
     assert keys.manifest_key(keys.serving_prefix("ada", DIGEST)) == f"serving/ada/{DIGEST}/manifest.json"
     assert keys.control_prefix("ada", DIGEST) == f"control/ada/{DIGEST}/"

@@ -226,6 +226,16 @@ def test_training_statements_travel_and_unknown_keys_warn(store: S3Store, tmp_pa
     assert upload.warnings == tuple(f"{key}: {path} is no key we know, ignored" for path in paths)
 
 
+def test_a_key_counts_under_its_own_name_or_is_warned_of(store: S3Store, tmp_path: Path) -> None:
+    """A field's name in our code is no key of the document: used and warned of as unknown, it would mislead."""
+    source = make_adapter_directory(tmp_path)
+    (source / "training.json").write_text('{"lora_b_layout": "rank_major", "schema_version": 1}')
+    submit_directory(store, source)
+    upload = read_upload(store, "ada", "run-1")
+    assert upload.training is not None and upload.training.lora_b_layout is None
+    assert [line.split()[1] for line in upload.warnings] == ["lora_b_layout", "schema_version"]
+
+
 @pytest.mark.parametrize(
     ("text", "fact"),
     [

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from cyclopts import App, Group
 
-from flows.cli import convert, operate, query, submit
+from flows.cli import convert, migrate, operate, policy, query, submit
 from flows.cli.errors import UNAVAILABLE, explain
 from flows.cli.output import emit_json, note
 
@@ -41,19 +41,26 @@ base = App(name="base", help="Register the base models that adapters are trained
 heldout = App(
     name="heldout", help="Register held-out text: what an author's adapter has not seen.", group=HAND_IN
 )
+policies = App(
+    name="policy", help="Say how adapters are packed that do not say so themselves.", group=OPERATE
+)
 
 base.command(submit.base_add, name="add")
 heldout.command(submit.heldout_add, name="add")
+policies.command(policy.policy_set, name="set")
+policies.command(policy.policy_show, name="show")
+policies.command(policy.policy_clear, name="clear")
 app.command(base)
 app.command(heldout)
 app.command(submit.submit, group=HAND_IN)
 for group, commands in {
-    OFFLINE: (convert.inspect, convert.convert, convert.check),
+    OFFLINE: (convert.inspect, convert.convert, convert.check, migrate.migrate),
     ASK: (query.ready, query.show, query.why, query.sql, query.status),
     OPERATE: (operate.up, operate.down, operate.sync, operate.rebuild),
 }.items():
     for command in commands:
         app.command(command, group=group)
+app.command(policies)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from cyclopts.types import ExistingDirectory
 from flows.cli.output import AsJson, emit, note, say, table
 
 if TYPE_CHECKING:
-    from tasks.lora.base import BaseConfig
+    from tasks.directories import KnownBase
     from tasks.lora.check import CheckReport
 
 Packing = Literal["auto", "rank_major", "grouped_by_expert"]
@@ -38,9 +38,9 @@ def inspect(
     Parameters
     ----------
     directory:
-        adapter_config.json and adapter_model.safetensors; a training.json beside them is read too.
+        What the trainer saved: adapter_config.json and the weights. A training.json beside them is read too.
     base:
-        The base's config.json, a directory that holds one, or the name of a registered base.
+        The base's config.json, a directory that holds one, or the name of a registered base, whose policy then counts.
     packing:
         Force a reading instead of deciding from evidence.
     header_only:
@@ -48,8 +48,10 @@ def inspect(
     """
     from tasks.directories import inspect_directory
 
-    found = inspect_directory(directory, _read_base(base), packing=_forced(packing), header_only=header_only)
-    emit(found, as_json=json, show=lambda: _show_inspection(found))
+    found = inspect_directory(
+        directory, read_named_base(base), packing=forced_packing(packing), header_only=header_only
+    )
+    emit(found, as_json=json, show=lambda: show_inspection(found))
     return 0
 
 
@@ -60,7 +62,7 @@ def convert(
     *,
     base: str,
     packing: Packing = "auto",
-    format: Literal["per-expert"] = "per-expert",
+    format: Literal["per-expert", "stacked"] = "per-expert",
     json: AsJson = False,
 ) -> int:
     """Convert one adapter directory to what vLLM serves. The destination appears whole or not at all.
@@ -76,22 +78,29 @@ def convert(
     destination:
         A directory that does not exist yet, or is empty.
     base:
-        The base's config.json, a directory that holds one, or the name of a registered base.
+        The base's config.json, a directory that holds one, or the name of a registered base, whose policy then counts.
     packing:
         Force a reading instead of deciding from evidence.
     format:
         per-expert: one pair of factors for each expert and projection; every vLLM with MoE LoRA takes it.
+        stacked: all experts in one tensor, rank_major, with the marker that says so; vLLM needs
+        --enable-mixed-moe-lora-format for it, unless it serves this family so by nature.
     """
     from flows.cli.progress import byte_progress
     from tasks.directories import convert_directory
 
     with byte_progress("converting") as progress:
         made = convert_directory(
-            source, destination, _read_base(base), packing=_forced(packing), progress=progress
+            source,
+            destination,
+            read_named_base(base),
+            packing=forced_packing(packing),
+            format=format,
+            progress=progress,
         )
 
     def show() -> None:
-        _show_inspection(made)
+        show_inspection(made)
         note(f"wrote {destination}: {made['pairs']} pairs, output digest {made['output_digest'][:16]}")
 
     emit(made, as_json=json, show=show)
@@ -123,30 +132,34 @@ def check(
     destination:
         What `roster convert` made of it.
     base:
-        The base's config.json, a directory that holds one, or the name of a registered base.
+        The base's config.json, a directory that holds one, or the name of a registered base, whose policy then counts.
     packing:
         The reading that was forced at conversion, if one was.
     """
     from tasks.directories import check_directories
-    from tasks.validation import check_records
+    from tasks.records import check_records
 
-    report = check_directories(source, destination, _read_base(base), packing=_forced(packing))
+    report = check_directories(source, destination, read_named_base(base), packing=forced_packing(packing))
     document = {"passed": report.passed, "checks": check_records(report)}
     emit(document, as_json=json, show=lambda: _show_report(report))
     return 0 if report.passed else 1
 
 
-def _read_base(named: str) -> BaseConfig:
-    """The sizes in a config.json, in the one of a directory, or in that of a registered base."""
+def read_named_base(named: str) -> KnownBase:
+    """The sizes in a config.json, in the one of a directory, or in that of a registered base, with its policy."""
+    from tasks.directories import KnownBase
+    from tasks.lora.base import read_base_config
+
+    if Path(named).exists():
+        return KnownBase(read_base_config(Path(named), label=named))
+    # Only for a name: the store's client takes as long to import as the headers of an adapter to read.
     from flows.connect import open_store
     from flows.settings import SettingsIncomplete, load_settings
     from storage.bases import read_base
     from storage.errors import InvalidName
     from storage.keys import check_base
-    from tasks.lora.base import read_base_config
+    from storage.policy import find_policy
 
-    if Path(named).exists():
-        return read_base_config(Path(named), label=named)
     try:
         check_base(named)
         store = open_store(load_settings())
@@ -157,22 +170,28 @@ def _read_base(named: str) -> BaseConfig:
     except SettingsIncomplete as error:
         problem = f"expected a base's config.json or a registered base, found no such file, and {error}"
         raise FileNotFoundError(errno.ENOENT, problem, named) from None
-    return read_base_config(read_base(store, named).config, label=named)
+    config = read_base_config(read_base(store, named).config, label=named)
+    return KnownBase(config, find_policy(store, named))
 
 
-def _forced(packing: Packing) -> str | None:
+def forced_packing(packing: Packing) -> str | None:
+    """The reading that the option asks for, None for a decision from evidence."""
     return None if packing == "auto" else packing
 
 
-def _show_inspection(found: dict[str, Any]) -> None:
+def show_inspection(found: dict[str, Any]) -> None:
+    """Print an inspection for people: the layout with its evidence, what was trained, and warnings."""
     say(
-        f"{found['family']}: {found['layers']} layers, {found['experts']} experts, "
+        f"{found['family']}: {found['layers']} layers, {found['experts']} experts, {found['format']}, "
         f"orientation {found['orientation']}, {found['pairs']} pairs when converted"
     )
     for parameter, decision in found["packing"].items():
         say(f"{parameter}: packing {decision['value']}, decided by {decision['decided_by']}")
+        for packing, layers in decision.get("layers", {}).items():
+            say(f"  {packing}: layers {', '.join(map(str, layers))}")
         for item in decision["evidence"]:
-            say(f"  {item['source']} ({item['strength']}) says {item['says']}: {item['detail']}")
+            says = f"says {item['says']}" if item["says"] else "tells nothing"
+            say(f"  {item['source']} ({item['strength']}) {says}: {item['detail']}")
     ranks = found["ranks"]
     classes = [
         (name, c["keys"], ranks.get(name), c["trained_fraction"]) for name, c in found["classes"].items()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import CycloptsError
-from pydantic import ValidationError
 
-from flows.settings import Settings, SettingsIncomplete
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 REFUSED, USAGE, UNAVAILABLE = 1, 2, 3
 
@@ -30,6 +30,10 @@ def explain(error: Exception) -> Explained | None:
     if isinstance(error, CycloptsError):
         command = " ".join(("roster", *(error.command_chain or ()), "--help"))
         return _explained(USAGE, f"{error} See: {command}")
+    from pydantic import ValidationError
+
+    from flows.settings import Settings, SettingsIncomplete
+
     if isinstance(error, SettingsIncomplete):
         return _explained(UNAVAILABLE, str(error))
     if isinstance(error, ValidationError) and error.title == Settings.__name__:
@@ -39,37 +43,44 @@ def explain(error: Exception) -> Explained | None:
 
 def _explain_known(error: Exception) -> Explained | None:
     # Imported here: `roster --help` and wrong usage should not wait for all of this.
-    from flows.embedded import EmbeddedFailedError, StopTimedOutError
-    from flows.embedded_plan import StoreProgramMissingError
-    from flows.ports import NoFreePortError
-    from flows.services import HomeBusyError, StateUnreadableError
-    from flows.supervisor import ChildFailedError
-    from flows.up import EngineIncomplete
     from roster.errors import UnknownAuthor
     from storage.errors import InvalidDocument, UnknownBase
     from storage.ledger import Outcome
     from tasks.lora.errors import InvalidBaseConfig
     from tasks.outcomes import MISUSE, NOT_THERE, RULED, refused_document, rule
 
-    embedded = (
-        *(ChildFailedError, EmbeddedFailedError, EngineIncomplete, HomeBusyError, NoFreePortError),
-        *(StateUnreadableError, StopTimedOutError, StoreProgramMissingError),
-    )
     if isinstance(error, UnknownAuthor):
         return _explained(USAGE, f"{error}{_suggest(error.author, error.known)}")
     # In the pipeline these say nothing of the adapter; here they are what the user named.
     if isinstance(error, (*MISUSE, InvalidBaseConfig, InvalidDocument, UnknownBase)):
         return _explained(USAGE, str(error))
-    if isinstance(error, (*NOT_THERE, *embedded)):
+    if isinstance(error, NOT_THERE):
         return _explained(UNAVAILABLE, str(error))
     if isinstance(error, RULED):
         if rule(error).outcome in {Outcome.QUARANTINED, Outcome.INCONCLUSIVE}:
             return Explained(REFUSED, str(error), refused_document(error))
         return _explained(UNAVAILABLE, str(error))
+    if _is_of_the_services(error):
+        return _explained(UNAVAILABLE, str(error))
     if isinstance(error, OSError):
         code = USAGE if isinstance(error, _WRONG_PATH) else UNAVAILABLE
         return _explained(code, f"{error.filename or 'input or output'}: {error.strerror or error}")
     return None
+
+
+def _is_of_the_services(error: Exception) -> bool:
+    from flows.embedded import EmbeddedFailedError, StopTimedOutError
+    from flows.embedded_plan import StoreProgramMissingError
+    from flows.ports import NoFreePortError
+    from flows.services import HomeBusyError, StateUnreadableError
+    from flows.supervisor import ChildFailedError
+    from flows.up import EngineIncomplete
+
+    failures = (
+        *(ChildFailedError, EmbeddedFailedError, EngineIncomplete, HomeBusyError, NoFreePortError),
+        *(StateUnreadableError, StopTimedOutError, StoreProgramMissingError),
+    )
+    return isinstance(error, failures)
 
 
 def _explained(exit_code: int, message: str) -> Explained:

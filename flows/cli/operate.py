@@ -8,7 +8,6 @@ from cyclopts import Group, Parameter, validators
 from cyclopts.types import ExistingDirectory, PositiveInt
 
 from flows.cli.output import AsJson, emit, note, say
-from flows.settings import Settings, base_environment, load_settings
 
 _SERVED = Group("A base to serve (both or neither)", validator=validators.all_or_none)
 
@@ -22,6 +21,7 @@ def up(
     max_model_len: PositiveInt = 2048,
     max_loras: PositiveInt = 4,
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16,
+    target_format: Literal["per-expert", "stacked"] = "per-expert",
     json: AsJson = False,
 ) -> None:
     """Start the embedded services: object store, Prefect server, worker and, with --base, a vLLM engine.
@@ -45,8 +45,11 @@ def up(
         Adapter slots of the engine.
     max_lora_rank:
         The largest adapter rank to serve.
+    target_format:
+        The form in which the base's adapters are served. With stacked the engine is started so that it takes both.
     """
     from flows.embedded import start_detached
+    from flows.settings import base_environment, load_settings
     from flows.up import embedded_config, register_served_base
     from tasks.submission import check_base_config
 
@@ -58,13 +61,14 @@ def up(
         max_model_len=max_model_len,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        target_format=target_format,
     )
     if base is not None and weights is not None:
         check_base_config(base, weights)
     services = start_detached(config, environment=base_environment(), announce=note)
     note("everything goes on in the background; stop it with: roster down")
     if base is not None and weights is not None:
-        register_served_base(load_settings(), services, base, weights)
+        register_served_base(load_settings(), services, base, weights, target_format)
     document = {
         "prefect": services.prefect.ui_url,
         "store": services.store.endpoint,
@@ -85,6 +89,7 @@ def up(
 def down(*, json: AsJson = False) -> None:
     """Stop the embedded services of this home; what they stored stays."""
     from flows.embedded import stop_embedded
+    from flows.settings import Settings
 
     # The bare settings: services.json may be damaged, and its error tells people to come here.
     stopped = stop_embedded(Settings().home, timeout_s=90)
@@ -119,6 +124,7 @@ def rebuild(*, allow_drop: AllowDrop = False, json: AsJson = False) -> None:
 
 def _sync(*, allow_drop: bool, rebuild: bool, json: bool) -> None:
     from flows.connect import open_store
+    from flows.settings import load_settings
     from tasks.cataloguing import SyncLimits, sync_catalog
 
     settings = load_settings()

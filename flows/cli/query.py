@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.output import AsJson, emit, note, say, table
-from flows.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from roster.rows import AuthorRow, EvidenceRow, ProblemRow, WaitingRow
@@ -135,6 +134,7 @@ def sql(query: str, /, *, json: AsJson = False) -> None:
 def status(*, json: AsJson = False) -> int:
     """Say what runs here, what is on its way, what waits and what needs a person."""
     from flows.services import read_owner, read_services
+    from flows.settings import load_settings
     from roster.catalog import open_catalog
     from roster.errors import CatalogMissing, RosterError
 
@@ -218,6 +218,8 @@ def _distinct(columns: Sequence[str]) -> list[str]:
 
 
 def _catalog() -> Path:
+    from flows.settings import Settings
+
     # The bare settings: no query needs the embedded services.
     return Settings().catalog_path
 

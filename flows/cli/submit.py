@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 from cyclopts.types import ExistingDirectory, ExistingFile, ExistingPath
 
 from flows.cli.output import AsJson, emit, note
-from flows.settings import connect_prefect, load_settings
 
 _SHOWN_WARNINGS = 5
 
@@ -62,6 +61,7 @@ def submit(
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
     from flows.events import announce_upload
+    from flows.settings import connect_prefect, load_settings
     from storage.bases import find_base, list_bases
     from tasks.submission import submit_adapter
 
@@ -123,11 +123,13 @@ def base_add(
     engine_url: Annotated[str | None, Parameter(validator=_check_url)] = None,
     served_model: str | None = None,
     alias: Annotated[list[str] | None, Parameter(negative="")] = None,
+    target_format: Literal["per-expert", "stacked"] | None = None,
     json: AsJson = False,
 ) -> None:
     """Register a base model: its config.json, the digest of its weights, and the engine that serves it.
 
-    Registering a name again replaces what was said of it before, the engine's address included.
+    Registering a name again replaces what was said of it before, the engine's address included; aliases and the
+    target format stay where none are given.
 
     ```
     roster base add tiny --config models/tiny --weights models/tiny --engine-url http://127.0.0.1:8000
@@ -147,9 +149,13 @@ def base_add(
         What that server calls the base; the base's name if left out.
     alias:
         Other names for the same base, as trainers write them (Qwen/Qwen3-30B-A3B).
+    target_format:
+        The form in which its adapters are served; per-expert if it was never said. With stacked the engine needs
+        --enable-mixed-moe-lora-format, unless vLLM serves this family so by nature.
     """
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
+    from flows.settings import load_settings
     from tasks.submission import add_base
 
     store = open_store(load_settings())
@@ -162,6 +168,7 @@ def base_add(
             engine_url=engine_url,
             served_model=served_model or name,
             aliases=tuple(alias or ()),
+            target_format=target_format,
             progress=progress,
         )
     digest = registered.digest
@@ -191,6 +198,7 @@ def heldout_add(author: str, name: str, file: ExistingFile, /, *, json: AsJson =
         The JSON-lines file, UTF-8.
     """
     from flows.connect import open_store
+    from flows.settings import load_settings
     from storage.heldout import register_heldout
 
     heldout = register_heldout(open_store(load_settings()), author, name, file)
