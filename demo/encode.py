@@ -105,6 +105,7 @@ def _unsloth_marker(experts: int, layout: str) -> dict[str, object]:
         "lora_B_layout": layout,
         "unsloth_fused_expert_lora": {
             "lora_A_layout": Packing.GROUPED_BY_EXPERT.value,
+            "lora_B_layout": layout,
             "parameters": dict.fromkeys(EXPERT_PARAMETERS, parameter),
         },
     }

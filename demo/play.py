@@ -102,12 +102,13 @@ def show(played: Played) -> None:
     ):
         table.add_column(column, overflow="fold")
     codes = dict(played.quarantined)
-    for author, scores in played.bpb.items():
+    for author, encoding in played.encodings.items():
         verdict = f"[red]{codes[author]}[/]" if author in codes else "[green]ready[/]"
-        figures = ["-" if scores[key] is None else f"{scores[key]:.3f}" for key in ("own", "base", "control")]
-        wrong = sorted((scores["wrong"] or {}).values())
+        scores = played.bpb.get(author, {})
+        figures = [f"{scores[key]:.3f}" if scores.get(key) else "-" for key in ("own", "base", "control")]
+        wrong = sorted(scores.get("wrong", {}).values())
         met = f"{len(wrong)}: {wrong[0]:.3f} to {wrong[-1]:.3f}" if wrong else "none"
-        table.add_row(author, played.encodings[author], played.decided[author], verdict, *figures, met)
+        table.add_row(author, encoding, played.decided[author] or "-", verdict, *figures, met)
     out.print(table)
     for author, reason in played.reasons.items():
         out.print(f"{author} is quarantined: {reason}", markup=False)
@@ -192,7 +193,8 @@ def _read(catalog: Path, store: S3Store, material: Material) -> Played:
     for author in material.authors:
         verdict = verdicts[author.name]
         record: Any = verdict.result
-        bpb[author.name] = {key: record.get(key) for key in ("own", "base", "wrong", "control")}
+        if "own" in record:
+            bpb[author.name] = {key: record[key] for key in ("own", "base", "wrong", "control")}
         if verdict.outcome is Outcome.QUARANTINED:
             quarantined.append((author.name, record["code"]))
             reasons[author.name] = record["reason"]
