@@ -102,7 +102,9 @@ def final_state(job: Job, ending: Step) -> State:
         message = f"{job.label}: nothing to do; every step was finished before ({ending.outcome.value})"
     else:
         done = ", ".join(kind.value for kind in job.done_here)
-        message = f"{job.label}: {ending.result.get('reason') or ending.outcome.value} (done here: {done})"
+        reason = str(ending.result.get("reason") or ending.outcome.value)
+        named = reason if reason.startswith(job.label) else f"{job.label}: {reason}"
+        message = f"{named} (done here: {done})"
     job.log.info("%s", message)
     code = ending.result.get("code")
     match ending.outcome:

@@ -72,6 +72,7 @@ def convert(job: Job, inspected: Step) -> Step:
         record["control"] = {
             "output_digest": control.output_digest,
             "kind": kind.value,
+            "rank": control.files.rank,
             "files": file_records(control.files.files),
         }
         return Result(Outcome.DONE, record)

@@ -28,6 +28,7 @@ from tasks.bpb.verdict import Thresholds, Verdict, decide
 from tasks.bpb.wording import ControlKind
 from tasks.errors import BaseChanged
 from tasks.job import Job, Result, run_step
+from tasks.readings import scores_statement
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -46,6 +47,10 @@ def judge(job: Job, inspected: Step, converted: Step, opponents: Step, scored: S
             control_kind=ControlKind(control["kind"]),
         )
         record = verdict_record(verdict, str(converted.result["output_digest"]), scored)
+        if scores_statement(inspected) is not None:
+            record["notes"].append(
+                "scores on this text decided the packing: the control is the reading that lost, and proves nothing more"
+            )
         return Result(Outcome(verdict.outcome.value), record)
 
     inputs = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -99,7 +100,8 @@ def _score(
 
     def work() -> Result:
         opponents = tuple(_opponent(job, other) for other in wrong)
-        require_engine(job, rank=_rank(converted), mixed_format=_needs_mixed_format(converted, opponents))
+        rank = max(_rank(converted.result), _rank(control))
+        require_engine(job, rank=rank, mixed_format=_needs_mixed_format(converted, opponents))
         units = _units(job)
         subjects = _subjects(job, inspected, converted, opponents)
         with leased_engine(job) as engine:
@@ -174,9 +176,9 @@ def _all_there(job: Job, chosen: Step) -> bool:
     )
 
 
-def _rank(converted: Step) -> int:
-    rank: Any = converted.result["rank"]
-    return int(rank)
+def _rank(made: Mapping[str, Any]) -> int:
+    """The rank of what a converted step made, the adapter or its control: two readings may differ in it."""
+    return int(made["rank"])
 
 
 def _units(job: Job) -> tuple[Unit, ...]:

@@ -48,3 +48,14 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
     with memory_store() as store:
         yield make_desk(store, tmp_path, monkeypatch, prefect=False)
+
+
+@pytest.fixture
+def grove(desk: object) -> object:
+    """The plain desk with a base whose adapters are large enough to tell their packing: see grove_builders."""
+    from pipeline_builders import Desk, add_tiny_base
+    from structured_builders import SIZES
+
+    assert isinstance(desk, Desk)
+    add_tiny_base(desk.store, **SIZES)
+    return desk

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,6 +21,7 @@ from prefect.client.schemas.objects import State
 from scripted_scorer import ScriptedScorer
 
 import flows.onboard
+import storage.submit
 import tasks.page
 import tasks.scoring
 from flows.onboard import onboard
@@ -26,7 +29,7 @@ from flows.settings import Settings
 from roster.serving_engine import EngineInfo
 from storage.bases import BaseDocument, BaseEngine, TargetFormat, register_base
 from storage.claims import read_ledger
-from storage.documents import put_document
+from storage.documents import format_time, put_document
 from storage.heldout import register_heldout
 from storage.keys import engine_key
 from storage.ledger import Ledger
@@ -141,6 +144,13 @@ def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch, *, prefec
         playing[0] = job.author
         yield desk.engine
 
+    submissions = count()
+
+    def next_submission(now: datetime) -> str:
+        """Those of one second in their order, which is otherwise left to chance."""
+        return f"{format_time(now)}-{next(submissions):08x}"
+
+    patch.setattr(storage.submit, "new_submission", next_submission)
     patch.setattr(tasks.scoring, "leased_engine", leased)
     patch.setattr(flows.onboard, "open_store", lambda settings: store)
     patch.setattr(flows.onboard, "load_settings", lambda: settings)

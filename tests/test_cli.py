@@ -250,6 +250,23 @@ def test_a_registered_base_is_found_by_name(roster: Roster) -> None:
     assert (found["base"], found["pairs"]) == ("tiny", 24)
 
 
+def test_the_policy_of_a_registered_base_counts_as_in_the_pipeline(
+    roster: Roster, store: S3Store, desk: Path
+) -> None:
+    save_adapter(desk / "trained" / "ash", {**encode(Logical(seed=3)), **attention()})
+    roster("base", "add", "tiny", "--config", "models/tiny")
+    roster("policy", "set", "grouped_by_expert", "--base", "tiny", "--why", "our trainer is old")
+    for base, expected in (
+        ("tiny", ("grouped_by_expert", "policy")),
+        ("models/tiny", ("rank_major", "provisional")),
+    ):
+        packing = roster("inspect", "trained/ash", "--base", base, "--json").document["packing"]
+        assert {(one["value"], one["decided_by"]) for one in packing.values()} == {expected}
+    roster("convert", "trained/ash", "serving/ash", "--base", "tiny")
+    assert roster("check", "trained/ash", "serving/ash", "--base", "tiny").code == 0
+    assert roster("check", "trained/ash", "serving/ash", "--base", "models/tiny").code == 1
+
+
 def cut_short(adapter: Path) -> None:
     path = adapter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])

@@ -396,7 +396,7 @@ def test_shards_that_do_not_agree_with_their_index(
     change(folder)
     with pytest.raises(error) as caught:
         open_adapter(folder, label=LABEL)
-    assert caught.value.where == (where or str(folder))
+    assert caught.value.where == (where or "its folder")
     assert expected in caught.value.expected and found in caught.value.found
     message = str(caught.value)
     assert message.startswith(f"{LABEL}: {caught.value.where}: found ") and caught.value.advice in message

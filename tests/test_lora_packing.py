@@ -41,7 +41,7 @@ def name_of(layer: int) -> str:
 def score(layer: int, says: Verdict) -> TensorScore:
     """A tensor that says so; its numbers are made up, since the rules look at its word and messages at its z."""
     likeness = dict(zip((R, G), Z[says], strict=True))
-    readings = tuple((packing, Reading(99, z, 0.0, True, 1.0, 0.0, 0.0)) for packing, z in likeness.items())
+    readings = tuple((packing, Reading(99, z, 0.0, True, 0.0, 0.0, 0.0)) for packing, z in likeness.items())
     word = says if isinstance(says, Packing) else None
     return TensorScore(layer, "down_proj", readings, None, 0, word, "all of it")
 
@@ -393,6 +393,12 @@ def test_layers_that_discriminate_nothing_count_for_nothing() -> None:
         adapter=LABEL,
     )
     found = decide_packing(
-        "down_proj", mixed, tensors, pooled(ABSTAIN, [score(1, G), score(2, R)]), None, adapter=LABEL
+        "down_proj",
+        mixed,
+        tensors,
+        pooled(ABSTAIN, [score(1, G), score(2, R)]),
+        None,
+        provisional=R,
+        adapter=LABEL,
     )
     assert found.by_layer == ((0, R), (1, G), (2, R))

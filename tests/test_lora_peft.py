@@ -17,7 +17,7 @@ from tasks.lora.convert import convert_adapter
 from tasks.lora.plan import plan_control
 from tasks.lora.target import TargetFormat
 
-TRAINED = ("whole", "rslora", "patterns")
+TRAINED = ("whole",)
 
 
 @pytest.fixture(scope="module")

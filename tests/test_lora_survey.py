@@ -59,7 +59,7 @@ def trained(orientation: str = "standard") -> Logical:
 
 
 def look(tmp_path: Path, tensors: Tensors, base: BaseConfig | None = None, **given: Any) -> Inspection:
-    inspect_arguments = {"forced", "training", "policy", "scores", "header_only"}
+    inspect_arguments = {"forced", "training", "policy", "scores", "provisional", "header_only"}
     asked = {name: value for name, value in given.items() if name in inspect_arguments}
     config = {name: value for name, value in given.items() if name not in inspect_arguments}
     if base is None:

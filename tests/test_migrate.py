@@ -122,7 +122,12 @@ def test_what_nothing_tells_is_not_stamped(roster: Roster, options: tuple[str, .
     assert ran.code == 1
     refused = ran.document["refused"]
     assert refused["code"] == "layout_undecided"
-    for fact in ("old", "the packing of gate_up_proj", "a marker would be a guess", "force the packing"):
+    for fact in (
+        "old",
+        "the packing of gate_up_proj",
+        "a marker would be a guess",
+        "Force it with --packing",
+    ):
         assert fact in refused["message"]
     assert not Path("old-migrated").exists()
 

@@ -67,7 +67,7 @@ def test_an_honest_adapter_becomes_ready(prefect_desk: Desk) -> None:
 
 
 def test_an_adapter_that_says_nothing_is_scored_both_ways_first(prefect_desk: Desk) -> None:
-    """The way round by itself; what is decided on it: test_onboard_layouts.py."""
+    """The way round by itself; what is decided on it: test_onboard_readings.py."""
     prefect_desk.engine.adapters = lambda name, path: CONTROL_BPB if "~control@" in name else OWN_BPB
     assert prefect_desk.ready("birch", lora_B_layout=None).name == "Ready"
     kinds = [step.kind for step in prefect_desk.ledger("birch").steps]

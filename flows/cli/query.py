@@ -107,7 +107,7 @@ def why(author: str, /, *, json: AsJson = False) -> None:
 def sql(query: str, /, *, json: AsJson = False) -> None:
     """Ask the catalog in SQL. It can read the catalog and nothing else.
 
-    Views: authors, adapters, verdicts, scores, evidence, checks, ready, history, waiting, problems, stale.
+    Views: ready, authors, adapters, verdicts, scores, layouts, evidence, checks, history, waiting, problems, stale.
 
     ```
     roster sql "SELECT author, own, base_bpb FROM ready ORDER BY own"

@@ -69,8 +69,8 @@ class Columns:
 
     index: (n,) where each stands in lora_B; place: (E * r,) the inverse, -1 for those that are not here. cosines:
     (n, n) without the directions that all share; raw: (n, n) with them. comparable: (n, n) whether two columns hold
-    numbers in the same rows, so that their cosine says something. shared: how many directions were taken out.
-    first, second: (pairs,) which columns each pair is; at: where it is in a table (n, n), laid flat.
+    numbers in the same rows, so that their cosine says something. first, second: (pairs,) which columns each pair is;
+    at: where it is in a table (n, n), laid flat.
     """
 
     index: Tensor
@@ -78,7 +78,6 @@ class Columns:
     cosines: Tensor
     raw: Tensor
     comparable: Tensor
-    shared: int
     first: Tensor
     second: Tensor
     at: Tensor
@@ -118,13 +117,13 @@ def take_columns(b: Tensor, sample: Sample) -> Columns:
     values /= largest
     values /= values.norm(dim=0)
     raw = values.T @ values
-    cosines, shared = _remove_shared(raw, index, sample)
+    cosines = _remove_shared(raw, index, sample)
     left = cosines.diagonal() > 0
     comparable = _find_comparable(values, sample, b.shape[0]) & left[:, None] & left[None, :]
     place = torch.full((b.shape[1],), -1)
     place[index] = torch.arange(len(index))
     first, second = torch.triu_indices(len(index), len(index), 1)
-    return Columns(index, place, cosines, raw, comparable, shared, first, second, first * len(index) + second)
+    return Columns(index, place, cosines, raw, comparable, first, second, first * len(index) + second)
 
 
 def find_zero_columns(b: Tensor) -> Tensor:
@@ -169,11 +168,11 @@ def _find_comparable(values: Tensor, sample: Sample, of_rows: int) -> Tensor:
     return (held[:, None, :] == held[None, :, :]).all(2)
 
 
-def _remove_shared(raw: Tensor, index: Tensor, sample: Sample) -> tuple[Tensor, int]:
-    """Return the cosines without the strongest two directions, as far as all experts share them, and how many."""
+def _remove_shared(raw: Tensor, index: Tensor, sample: Sample) -> Tensor:
+    """Return the cosines without the strongest two directions, as far as all experts share them."""
     count = len(raw)
     if count < 4 or float(raw.norm()) < _STRONG * count:
-        return raw, 0
+        return raw
     vectors = torch.linalg.qr(torch.randn(count, 2, generator=torch.Generator().manual_seed(count))).Q
     for _ in range(12):
         vectors = torch.linalg.qr(raw @ vectors).Q
@@ -185,13 +184,13 @@ def _remove_shared(raw: Tensor, index: Tensor, sample: Sample) -> tuple[Tensor, 
         if values[place] > _STRONG * count and _evenness(vectors[:, place], index, sample) > _EVEN
     ]
     if not shared:
-        return raw, 0
-    left = raw - (vectors[:, shared] * values[shared]) @ vectors[:, shared].T
+        return raw
+    left: Tensor = raw - (vectors[:, shared] * values[shared]) @ vectors[:, shared].T
     energy = left.diagonal().clone()
     scale = energy.clamp_min(_ROUNDING).rsqrt()
     left = left * scale[:, None] * scale[None, :]
     left.diagonal().copy_((energy > _ROUNDING).float())
-    return left, len(shared)
+    return left
 
 
 def _evenness(direction: Tensor, index: Tensor, sample: Sample) -> float:

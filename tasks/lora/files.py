@@ -32,6 +32,8 @@ MAX_CONFIG_BYTES = 16_000_000
 _COMPANIONS = ("README.md", "training.json", "_READY.json")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _ENDING = ".safetensors"
+_FOLDER = "its folder"
+"""Where a file is missing: the ledger keeps these messages, and a worker's own paths have no business there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def read_config_bytes(directory: Path, *, label: str) -> bytes:
     Raises MissingConfig, EscapingPath, or CorruptFile for one too large to be a config.
     """
     if not (directory / CONFIG_NAME).exists():
-        raise MissingConfig(label, str(directory), CONFIG_NAME, "no such file")
+        raise MissingConfig(label, _FOLDER, CONFIG_NAME, "no such file")
     path, size = resolve_file(directory, CONFIG_NAME, label=label)
     if size > MAX_CONFIG_BYTES:
         raise CorruptFile(label, CONFIG_NAME, f"at most {MAX_CONFIG_BYTES} bytes", f"{size} bytes")
@@ -112,7 +114,7 @@ def resolve_file(directory: Path, name: str, *, label: str) -> tuple[Path, int]:
 
     Raises EscapingPath for a link that leads out of the folder or nowhere, and for anything but a file.
     """
-    expected = f"a regular file inside {directory}"
+    expected = f"a regular file inside {_FOLDER}"
     try:
         path = (directory / name).resolve(strict=True)
     except OSError as error:
@@ -173,12 +175,12 @@ def _check_chosen(directory: Path, names: Sequence[str], chosen: Sequence[str], 
 def _explain_missing(directory: Path, names: Sequence[str], parts: Sequence[str], label: str) -> AdapterError:
     if parts:
         return MissingWeights(
-            label, str(directory), INDEX_NAME, f"{parts[0]} without it", "Upload the index of the files too."
+            label, _FOLDER, INDEX_NAME, f"{parts[0]} without it", "Upload the index of the files too."
         )
     pickles = [name for name in names if name.startswith("adapter_model") and name.endswith(_PICKLES)]
     if pickles:
         return PickleRefused(label, pickles[0], WEIGHTS_NAME, "pickled weights only")
-    return MissingWeights(label, str(directory), WEIGHTS_NAME, ", ".join(names)[:200] or "no files")
+    return MissingWeights(label, _FOLDER, WEIGHTS_NAME, ", ".join(names)[:200] or "no files")
 
 
 def _check_places(

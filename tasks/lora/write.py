@@ -119,7 +119,7 @@ class _Hasher:
         self._helper.shutdown()
 
     def add(self, block: memoryview) -> None:
-        """Hash a block by and by; on return all but the last HELD_BLOCKS - 1 before it are hashed."""
+        """Hash a block by and by; on return, all are hashed but it and the HELD_BLOCKS - 1 before it."""
         if len(self._waiting) == HELD_BLOCKS:
             self._waiting.popleft().result()
         self._waiting.append(self._helper.submit(self._digest.update, block))
