@@ -9,7 +9,7 @@ from tasks.lora.errors import UnsupportedDtype
 from tasks.lora.families import ExpertParameter
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.lines import Lines, find_lines, find_projection_lines
-from tasks.lora.names import ExpertKey, Factor, StackedKey, format_key
+from tasks.lora.names import Factor, StackedKey, format_expert_keys, format_key
 from tasks.lora.sources import AdapterLayout, ExpertPair
 from tasks.lora.views import View, whole
 
@@ -60,8 +60,8 @@ def list_expert_blocks(
             rank, size = layout.rank_of(like), _size(layout, parameter, factor)
             dtype = _dtype(layout, like, factor)
             shape = (rank, size) if factor is Factor.A else (size, rank)
-            keys = (ExpertKey(layer, expert, projection, factor) for expert in range(layout.base.experts))
-            tensors = tuple(TensorSpec(format_key(key, layout.family), dtype, shape) for key in keys)
+            names = format_expert_keys(layer, projection, factor, layout.family, experts=layout.base.experts)
+            tensors = tuple(TensorSpec(name, dtype, shape) for name in names)
             if pair is None:
                 yield PlannedBlock(tensors, ())
                 continue

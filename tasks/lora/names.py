@@ -161,6 +161,15 @@ def format_key(key: ParsedKey, family: Family) -> str:
             return _module_template(template).format(layer=layer, factor=factor)
 
 
+def format_expert_keys(
+    layer: int, projection: str, factor: Factor, family: Family, *, experts: int
+) -> list[str]:
+    """Return what `format_key` gives for each expert of one projection, in order; an output has tens of thousands."""
+    parts = _expert_template(family).split("{expert}")
+    front, back = (part.format(layer=layer, projection=projection, factor=factor) for part in parts)
+    return [f"{front}{expert}{back}" for expert in range(experts)]
+
+
 def _expert_template(family: Family) -> str:
     return f"{PREFIX}{family.expert}.{_FACTOR}"
 

@@ -46,8 +46,8 @@ class ConversionPlan:
     As text: each block's tensors, and indented the sources that it is made of: for each, the shape that is taken, from
     which element on and by which strides, and where in the block it is placed, if it does not fill it front to back.
     rank: the largest. pairs: (A, B) pairs of single experts' projections, those of zeros included. dtype: those in use,
-    such as "BF16" or "BF16,F32". modules: what is served, with rank and scaling. header: the weight file's first bytes,
-    before the blocks. predicted_bytes: the size of the weight file.
+    such as "BF16" or "BF16,F32". modules: what is served, with rank and scaling; the first expert stands for all.
+    header: the weight file's first bytes, before the blocks. predicted_bytes: the size of the weight file.
     """
 
     adapter: str
@@ -154,9 +154,9 @@ def _list_expert_modules(
     stacked = _stacked_name(layout, layer, parameter)
     for projection in parameter.projections:
         pair = pairs.get(projection, stand_in(layout, layer))
-        for expert in range(layout.base.experts):
-            name = _module_name(format_key(ExpertKey(layer, expert, projection, Factor.A), layout.family))
-            yield TargetModule(name, layout.rank_of(pair), pair.scale.scaling, stacked)
+        # One expert stands for all of them: a projection of a layer has one rank and one scaling.
+        name = _module_name(format_key(ExpertKey(layer, 0, projection, Factor.A), layout.family))
+        yield TargetModule(name, layout.rank_of(pair), pair.scale.scaling, stacked)
 
 
 def _find_stacked_module(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> TargetModule:

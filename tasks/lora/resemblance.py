@@ -57,8 +57,15 @@ def compare_pairs(cosines: Tensor, named: Tensor, cells: Tensor, number: int) ->
 
 def rate_orthogonality(cosines: Tensor, named: Tensor) -> float:
     """Return how unlikely it is that the named |cosines|, if drawn from the others, are so small; 0 if they are not."""
-    inside, rest = cosines[named], cosines[~named]
-    if len(inside) == 0 or len(rest) < _LEAST_FREEDOM or inside.mean() >= _ORTHOGONAL * rest.median():
+    inside = cosines[named]
+    if len(inside) == 0 or len(cosines) - len(inside) < _LEAST_FREEDOM:
+        return 0.0
+    mean = float(inside.mean())
+    # No median is more than twice the mean: most tensors need no sorting.
+    if mean * (len(cosines) - len(inside)) >= 2 * _ORTHOGONAL * (float(cosines.sum()) - mean * len(inside)):
+        return 0.0
+    rest = cosines[~named]
+    if mean >= _ORTHOGONAL * rest.median():
         return 0.0
     # A few may be larger: columns that are all but zero are not quite orthogonal to anything.
     small = max(1, round(0.9 * len(inside)))
