@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from store_builders import memory_store
 
-# A shell that starts the tests in the background has Ctrl-C ignored, by them and by all that they start.
+# A shell that starts the tests in the background has Ctrl-C ignored, and nohup has the hang-up ignored, by them and by
+# all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The whole flow with a store in memory and a scripted engine: every way an adapter's run can end.
 
-What Prefect itself has a hand in is run by Prefect (`prefect_desk`).
+What Prefect itself has a hand in is run by Prefect (`prefect_desk`), in the real tier.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tasks.submission import add_base
 from tasks.sweeping import list_due, reason_to_run
 
 
+@pytest.mark.real
 def test_an_honest_adapter_becomes_ready(prefect_desk: Desk) -> None:
     state = prefect_desk.ready("alder")
     assert state.name == "Ready"
@@ -66,6 +67,7 @@ def test_an_honest_adapter_becomes_ready(prefect_desk: Desk) -> None:
         assert expected in text
 
 
+@pytest.mark.real
 def test_an_adapter_that_says_nothing_is_scored_both_ways_first(prefect_desk: Desk) -> None:
     """The way round by itself; what is decided on it: test_onboard_readings.py."""
     prefect_desk.engine.adapters = lambda name, path: CONTROL_BPB if "~control@" in name else OWN_BPB
@@ -223,12 +225,14 @@ def test_an_unknown_base_waits(desk: Desk) -> None:
     assert desk.run("cedar").name == "Ready"
 
 
+@pytest.mark.real
 def test_an_upload_without_marker_waits(prefect_desk: Desk) -> None:
     state = prefect_desk.run("nobody")
     assert state.name == "Waiting: incomplete_upload"
     assert prefect_desk.keys("ledger/") == []
 
 
+@pytest.mark.real
 def test_a_dead_engine_stops_the_run_and_a_retry_repeats_only_the_score(prefect_desk: Desk) -> None:
     prefect_desk.engine.on_logprobs = {
         BASE: EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "refused")
@@ -308,6 +312,7 @@ def test_two_runs_of_one_adapter_do_not_work_at_once(desk: Desk) -> None:
     assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) == "its run died"
 
 
+@pytest.mark.real
 def test_a_run_that_lost_its_claim_writes_nothing_more(prefect_desk: Desk) -> None:
     """It stalled past its claim's time, and another run took over."""
 
