@@ -102,7 +102,7 @@ from storage.bases import read_base
 from tasks.bpb.engine import Engine
 from tasks.bpb.heldout import Unit
 from tasks.bpb.measure import Subject, measure, prepare_units
-from tasks.directories import convert_directory
+from tasks.directories import KnownBase, convert_directory
 from tasks.lora.base import read_base_config
 material = build_material(CACHE, lambda line: None)
 gorse = next(author for author in material.authors if author.name == "gorse")
@@ -113,7 +113,7 @@ with tempfile.TemporaryDirectory() as folder, Engine(base.document.engine.url, t
     for packing in ("rank_major", "grouped_by_expert"):
         made = Path(folder) / packing
         convert_directory(
-            gorse.adapter_dir, made, read_base_config(base.config, label="demo"),
+            gorse.adapter_dir, made, KnownBase(read_base_config(base.config, label="demo")),
             packing=packing, format="per-expert", progress=None,
         )
         subjects.append(Subject("own" if packing == "rank_major" else "control", f"gorse@{packing}", str(made), False))
