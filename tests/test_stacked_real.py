@@ -9,7 +9,7 @@ from engine_builders import REPOSITORY, json_from_engine, running_engine
 
 from roster.serving_engine import EngineInfo
 from tasks.bpb.engine import Engine
-from tasks.directories import convert_directory
+from tasks.directories import KnownBase, convert_directory
 from tasks.lora.base import read_base_config
 
 pytestmark = pytest.mark.real
@@ -30,7 +30,7 @@ def test_vllm_serves_stacked_and_per_expert_adapters_alike(tmp_path: Path) -> No
     world = tmp_path / "world"
     said = json_from_engine(REPOSITORY / "tests" / "engine_world.py", world)
     prompts, references = said["prompts"], said["references"]
-    base = read_base_config(world / "base", label="base")
+    base = KnownBase(read_base_config(world / "base", label="base"))
     for name in ("experts-1", "experts-2"):
         made = convert_directory(
             world / name, tmp_path / name, base, packing=None, format="stacked", progress=None
