@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _measure_format(scratch: Path, source: Path, name: str, turns: int) -> dict[
     out = weights.stat().st_size
     shutil.rmtree(made)
     return {
-        "ratio_to_cp": round(statistics.median(map(_divide, seconds, copies)), 3),
+        "ratio_to_cp": round(statistics.median(map(truediv, seconds, copies)), 3),
         "wall_s": round(statistics.median(seconds), 3),
         "cp_s": round(statistics.median(copies), 3),
         "process_s": round(statistics.median(processes), 3),
@@ -121,10 +122,6 @@ def _measure_format(scratch: Path, source: Path, name: str, turns: int) -> dict[
         "gb_in": round((source / "adapter_model.safetensors").stat().st_size / 1e9, 3),
         "gb_out": round(out / 1e9, 3),
     }
-
-
-def _divide(first: float, second: float) -> float:
-    return first / second
 
 
 def _settle(*files: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from tasks.lora.layouts import Packing
 from tasks.lora.packing import PackingDecision
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.strict_json import parse_strict_json
-from tasks.lora.write import Progress, staged_folder, write_file
+from tasks.lora.write import Progress, staged_folder, sync_path, write_file
 
 _FLAT, _NESTED = "lora_B_layout", "unsloth_fused_expert_lora"
 _MIXED = "mixed"
@@ -59,7 +58,7 @@ def stamp_adapter(
     with staged_folder(destination) as folder:
         for file in source.weights:
             shutil.copyfile(file.path, folder / file.name)
-            _sync_file(folder / file.name)
+            sync_path(folder / file.name)
             done += file.bytes
             if progress is not None:
                 progress(done, total)
@@ -89,11 +88,3 @@ def format_stamped_config(config: bytes, decisions: Sequence[PackingDecision]) -
         fields[_FLAT] = marker[_FLAT] = alike.pop()
     fields[_NESTED] = marker
     return (json.dumps(fields, indent=2) + "\n").encode("utf-8")
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -38,6 +38,7 @@ class TrainerRule:
 # patches; lora_B_layout and UNSLOTH_MOE_LORA_B_LAYOUT); PEFT 0.17 to 0.21.2, tuners/lora/layer.py
 # ParamWrapper; Megatron-Bridge save_hf_adapter; NeMo AutoModel, SkyRL, prime-rl, Axolotl and ms-swift, read
 # only. A trainer that writes one tensor per expert needs no row: such files have no packing.
+_UNSLOTH = "unsloth_zoo"
 _LAST_GROUPED_UNSLOTH_ZOO = (2026, 9, 5)
 _LAST_UNSLOTH_ZOO_OF_TWO_MINDS = (2026, 9, 7)
 _OLD_UNSLOTH_ZOO = TrainerRule(
@@ -70,7 +71,7 @@ _RULES = {
 
 def find_rule(training: TrainingStatement, family: Family) -> TrainerRule | None:
     """Return what is known of the program that trained, or None for an unknown name or version."""
-    if not _is_unsloth(training):
+    if _trainer(training) != _UNSLOTH:
         return _RULES.get(_trainer(training))
     version = _parse_unsloth_version(training)
     if version is None:
@@ -109,13 +110,11 @@ def may_train_squares_transposed(config: AdapterConfig, training: TrainingStatem
     """
     if training is not None and training.trainer_name is not None:
         version = _parse_unsloth_version(training)
-        return _is_unsloth(training) and (version is None or version <= _LAST_UNSLOTH_ZOO_OF_TWO_MINDS)
+        return _trainer(training) == _UNSLOTH and (
+            version is None or version <= _LAST_UNSLOTH_ZOO_OF_TWO_MINDS
+        )
     fixed = config.auto_mapping is not None and config.auto_mapping.unsloth_fixed
     return bool(fixed) or config.unsloth_fused_expert_lora is not None
-
-
-def _is_unsloth(training: TrainingStatement) -> bool:
-    return _trainer(training) == "unsloth_zoo"
 
 
 def _trainer(training: TrainingStatement) -> str:

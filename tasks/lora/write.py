@@ -52,12 +52,12 @@ def staged_folder(destination: Path) -> Iterator[Path]:
     try:
         yield staged
         staged.chmod(0o755)
-        _sync_folder(staged)
+        sync_path(staged)
         staged.replace(destination)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    _sync_folder(destination.parent)
+    sync_path(destination.parent)
 
 
 def write_file(path: Path, data: bytes) -> WrittenFile:
@@ -145,8 +145,9 @@ def _write_all(descriptor: int, block: memoryview) -> None:
         block = block[os.write(descriptor, block[:_PIECE]) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Return when a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
