@@ -69,8 +69,8 @@ class Columns:
 
     index: (n,) where each stands in lora_B; place: (E * r,) the inverse, -1 for those that are not here. cosines:
     (n, n) without the directions that all share; raw: (n, n) with them. comparable: (n, n) whether two columns hold
-    numbers in the same rows, so that their cosine says something. first, second: (pairs,) which columns each pair is;
-    at: where it is in a table (n, n), laid flat.
+    numbers in the same rows, so that their cosine says something. pairs: (n, n) true above the diagonal, once for each
+    pair.
     """
 
     index: Tensor
@@ -78,9 +78,7 @@ class Columns:
     cosines: Tensor
     raw: Tensor
     comparable: Tensor
-    first: Tensor
-    second: Tensor
-    at: Tensor
+    pairs: Tensor
 
 
 def choose_sample(*, experts: int, rank: int, rows: int, seed: int) -> Sample:
@@ -122,8 +120,7 @@ def take_columns(b: Tensor, sample: Sample) -> Columns:
     comparable = _find_comparable(values, sample, b.shape[0]) & left[:, None] & left[None, :]
     place = torch.full((b.shape[1],), -1)
     place[index] = torch.arange(len(index))
-    first, second = torch.triu_indices(len(index), len(index), 1)
-    return Columns(index, place, cosines, raw, comparable, first, second, first * len(index) + second)
+    return Columns(index, place, cosines, raw, comparable, torch.ones_like(comparable).triu(1))
 
 
 def find_zero_columns(b: Tensor) -> Tensor:

@@ -190,22 +190,20 @@ def _read(packing: Packing, sample: Sample, columns: Columns, a_cosines: Tensor)
         return _UNREAD
     own, others = (sample.expert_of(columns.index, each) for each in (packing, packing.other))
     component = sample.component_of(columns.index, packing.other)
-    # Pairs that both packings name say nothing of either.
-    usable = columns.comparable.flatten()[columns.at] & (others[columns.first] != others[columns.second])
-    first, second, at = columns.first[usable], columns.second[usable], columns.at[usable]
-    named = own[first] == own[second]
-    ends = component[first], component[second]
-    cells = torch.minimum(*ends) * sample.of_components + torch.maximum(*ends)
-    difference = compare_pairs(
-        columns.cosines.flatten()[at].abs(), named, cells, number=sample.of_components**2
-    )
+    # Pairs that both packings name say nothing of either. Tables of all pairs first: picking from them is what costs.
+    usable = columns.pairs & columns.comparable & (others[:, None] != others)
+    [at] = usable.flatten().nonzero(as_tuple=True)
+    named = (own[:, None] == own).take(at)
+    ends = component[:, None], component
+    cells = (torch.minimum(*ends) * sample.of_components + torch.maximum(*ends)).take(at)
+    difference = compare_pairs(columns.cosines.take(at).abs(), named, cells, number=sample.of_components**2)
     alignment, correlation = align_factors(a_cosines, columns, sample.columns(packing))
     return Reading(
         pairs=int(named.sum()),
         likeness=difference.z,
         contrast=difference.contrast,
         matched=difference.matched,
-        orthogonality=rate_orthogonality(columns.raw.flatten()[at].abs(), named),
+        orthogonality=rate_orthogonality(columns.raw.take(at).abs(), named),
         alignment=alignment,
         correlation=correlation,
     )
