@@ -83,8 +83,7 @@ def _list_parameters(base: Base | None) -> tuple[str, ...]:
     """The stacked parameters of a base's family, without one of all families."""
     families = FAMILIES
     if base is not None:
-        model_type = read_base_config(base.config, label=f"base {base.name}").model_type
-        families = tuple(family for family in FAMILIES if family.name == model_type)
+        families = (read_base_config(base.config, label=f"base {base.name}").family,)
     return tuple(sorted({parameter.name for family in families for parameter in family.parameters}))
 
 

@@ -22,7 +22,8 @@ from storage.s3 import S3Store
 from storage.submit import submit_upload
 from storage.training import Reference, Trainer, Training, parse_training
 from storage.uploads import Upload, read_upload
-from tasks.lora.base import BASE_CONFIG_NAME, read_base_config
+from tasks.lora.base import read_base_config
+from tasks.lora.base_fields import BASE_CONFIG_NAME
 
 
 def submit_adapter(

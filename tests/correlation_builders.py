@@ -140,6 +140,22 @@ def block_diagonal_noise(dice: Dice, shape: Shape) -> Factors:
     return made
 
 
+def turns_diagonal(dice: Dice, shape: Shape) -> Factors:
+    """The first half of the components in the even rows alone, the second in the odd."""
+    made, half = trained(dice, shape), shape.rank // 2
+    b = made.b.clone()
+    b[:, 1::2, :half] = 0
+    b[:, 0::2, half:] = 0
+    return Factors(made.a, b)
+
+
+def turns_diagonal_noise(dice: Dice, shape: Shape) -> Factors:
+    made, half = noise(dice, shape), shape.rank // 2
+    made.b[:, 1::2, :half] = 0
+    made.b[:, 0::2, half:] = 0
+    return made
+
+
 def noise(dice: Dice, shape: Shape) -> Factors:
     return Factors(
         dice.normal(shape.experts, shape.rank, shape.x), dice.normal(shape.experts, shape.y, shape.rank)

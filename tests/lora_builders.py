@@ -67,6 +67,9 @@ def make_base(**changes: Any) -> BaseConfig:
     return read_base_config(json.dumps(base_fields(**changes)).encode(), label="tiny-base")
 
 
+FAMILY = make_base().family
+
+
 @dataclass
 class Logical:
     """What an adapter means, whatever its encoding: (experts, rank, in) and (experts, out, rank) by layer."""

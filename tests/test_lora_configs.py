@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lora_builders import EXPERTS, LABEL, base_fields, config_fields, make_base, short_id
+from synthetic_builders import RENAMED, RENAMED_FIELDS, UNGATED, read_base_of
 from transformers import Qwen3MoeConfig
 
 from tasks.lora.base import read_base_config
@@ -27,8 +29,15 @@ from tasks.lora.errors import (
     UnknownFamily,
     UnsupportedConfig,
 )
-from tasks.lora.families import Size
+from tasks.lora.family import ServedClass, size_of
 from tasks.lora.files import MAX_CONFIG_BYTES
+
+HIDDEN, HEADS, KV_HEADS = (
+    size_of(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+)
+HEAD_DIM = size_of("head_dim")
+EXPERT_COUNT = size_of("num_experts", "num_local_experts")
+INTERMEDIATE, MOE_INTERMEDIATE = size_of("intermediate_size"), size_of("moe_intermediate_size")
 
 
 def read(folder: Path, **fields: Any) -> AdapterConfig:
@@ -187,9 +196,9 @@ def test_base_as_transformers_writes_it(tmp_path: Path) -> None:
         vocab_size=100,
     ).save_pretrained(tmp_path)
     base = read_base_config(tmp_path, label="tiny")
-    assert (base.hidden, base.expert_intermediate, base.experts, base.layers) == (24, 10, 6, 5)
+    assert (base.size(HIDDEN), base.size(MOE_INTERMEDIATE), base.experts, base.layers) == (24, 10, 6, 5)
     assert base.sparse_layers == (1,)
-    assert (base.size(Size.QUERY), base.size(Size.KEY_VALUE), base.vocab) == (48, 16, 100)
+    assert (base.size(HEADS * HEAD_DIM), base.size(KV_HEADS * HEAD_DIM), base.vocab) == (48, 16, 100)
     assert read_base_config(tmp_path / "config.json", label="tiny") == base
 
 
@@ -212,8 +221,111 @@ def test_sizes_may_sit_in_text_config() -> None:
     assert read_base_config(json.dumps(nested).encode(), label="tiny-base") == make_base()
 
 
+def test_the_text_part_counts() -> None:
+    """What the whole says beside it is of other parts, or left over."""
+    base = read_base_of(RENAMED, **RENAMED_FIELDS, architectures=["MadeRenamedForConditionalGeneration"])
+    text = base_fields(**RENAMED_FIELDS, model_type="made_renamed_text")
+    wrong = {"hidden_size": 1, "num_experts": 9, "num_hidden_layers": 7, "layer_types": ["full_attention"]}
+    for outer in ({"model_type": "made_renamed"}, {"model_type": "siglip"}, {}):
+        assert read_base_of(RENAMED, whole=outer | wrong | {"text_config": text}) == base
+    # What only the whole has counts too.
+    del text["vocab_size"]
+    outer = {"model_type": "made_renamed", "vocab_size": base.vocab, "text_config": text}
+    assert read_base_of(RENAMED, whole=outer) == base
+
+
+def test_the_model_type_of_the_whole_goes_first() -> None:
+    text = base_fields(**RENAMED_FIELDS, model_type="made_ungated")
+    whole = {"model_type": "made_renamed", "text_config": text}
+    assert read_base_of(RENAMED, UNGATED, whole=whole).family is RENAMED
+
+
+TEXT, WHOLE = RENAMED.served
+
+
+@pytest.mark.parametrize(
+    ("architectures", "nested", "expected"),
+    [
+        ("missing", False, TEXT),
+        ("missing", True, WHOLE),
+        (None, False, TEXT),
+        (None, True, WHOLE),
+        ([], False, TEXT),
+        ([], True, WHOLE),
+        ([WHOLE.architecture], False, WHOLE),
+        ([WHOLE.architecture], True, WHOLE),
+        ([TEXT.architecture, "Another"], True, TEXT),
+    ],
+)
+def test_class_that_serves(architectures: Any, nested: bool, expected: ServedClass) -> None:
+    fields = base_fields(**RENAMED_FIELDS, model_type="made_renamed")
+    whole = {"model_type": "made_renamed", "text_config": fields} if nested else fields
+    if architectures != "missing":
+        whole = whole | {"architectures": architectures}
+    assert read_base_of(RENAMED, whole=whole).served is expected
+
+
+def test_class_that_no_row_knows() -> None:
+    with pytest.raises(UnknownFamily) as caught:
+        read_base_of(RENAMED, **RENAMED_FIELDS, architectures=["MadeRenamedForImages"])
+    error = caught.value
+    assert (error.adapter, error.where) == ("tiny-base", "config.json: architectures")
+    assert error.found == "'MadeRenamedForImages'"
+    assert error.expected == (
+        "one of MadeRenamedForCausalLM, MadeRenamedForConditionalGeneration, which serve made_renamed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "found"),
+    [
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures", "'Qwen3MoeForCausalLM'"),
+        ({"architectures": [None]}, "architectures", "[None]"),
+        ({"architectures": {}}, "architectures", "{}"),
+        ({"text_config": ["hidden_size"]}, "text_config", "['hidden_size']"),
+    ],
+)
+def test_parts_of_another_kind(changes: dict[str, Any], where: str, found: str) -> None:
+    with pytest.raises(InvalidBaseConfig) as caught:
+        make_base(**changes)
+    error = caught.value
+    assert (error.adapter, error.where, error.found) == ("tiny-base", f"config.json: {where}", found)
+    assert error.expected and error.advice
+
+
+def test_a_size_may_stand_in_every_entry_of_an_object() -> None:
+    size = size_of("global_head_dim", "per_layer_config.*.head_dim")
+    attention = replace(RENAMED.modules[1], out_size=size)
+    family = replace(RENAMED, modules=(attention,))
+    entries = {"1": {"head_dim": 9}, "4": {"head_dim": 9, "other": "x"}, "5": {}, "6": None}
+    fields = RENAMED_FIELDS | {"global_head_dim": None}
+    assert read_base_of(family, **fields, per_layer_config=entries).size(size) == 9
+    assert read_base_of(family, **fields | {"global_head_dim": 9}, per_layer_config=entries).size(size) == 9
+    with pytest.raises(InvalidBaseConfig, match=r"per_layer_config\.5\.head_dim: found '9'"):
+        read_base_of(family, **fields, per_layer_config=entries | {"5": {"head_dim": "9"}})
+    with pytest.raises(InvalidBaseConfig) as caught:
+        read_base_of(family, **fields, per_layer_config=entries | {"5": {"head_dim": 8}})
+    assert caught.value.where == "config.json: global_head_dim or per_layer_config.*.head_dim"
+    assert '"per_layer_config.5.head_dim": 8' in caught.value.found
+    assert (
+        read_base_of(family, **fields, per_layer_config=[9]).numbers == read_base_of(family, **fields).numbers
+    )
+
+
+def test_sizes_are_sums_of_products() -> None:
+    base = read_base_of(RENAMED, **RENAMED_FIELDS)
+    heads, wide, inter = size_of("num_attention_heads"), size_of("global_head_dim"), MOE_INTERMEDIATE
+    assert base.size(2 * heads * wide + inter) == 2 * 3 * 9 + 7
+    assert base.size(heads * (HEAD_DIM + wide)) == 3 * (5 + 9)
+    assert str(2 * heads * wide + EXPERT_COUNT) == (
+        "2 * num_attention_heads * global_head_dim + num_experts or num_local_experts"
+    )
+    with pytest.raises(InvalidBaseConfig, match=r"config\.json: v_head_dim: found nothing"):
+        base.size(heads * size_of("v_head_dim"))
+
+
 def test_head_dim_is_derived_as_upstream_does() -> None:
-    assert make_base(head_dim=None, hidden_size=12).head_dim == 4
+    assert make_base(head_dim=None, hidden_size=12).size(HEAD_DIM) == 4
     with pytest.raises(InvalidBaseConfig, match=r"head_dim: found nothing; .*3 heads do not divide 10"):
         make_base(head_dim=None)
 
@@ -229,7 +341,7 @@ def test_head_dim_is_derived_as_upstream_does() -> None:
         ({"num_local_experts": None}, "num_experts or num_local_experts", "nothing"),
         ({"num_experts": 8}, "num_experts or num_local_experts", '"num_experts": 8'),
         ({"num_local_experts": 1}, "num_experts or num_local_experts", "1"),
-        ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step", "none"),
+        ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step and mlp_only_layers", "none"),
         ({"mlp_only_layers": "01"}, "mlp_only_layers", "'01'"),
     ],
 )
@@ -242,14 +354,14 @@ def test_base_config_faults_are_named(changes: dict[str, Any], where: str, found
 
 def test_size_that_only_some_adapters_need(tmp_path: Path) -> None:
     base = make_base(intermediate_size=None)
-    with pytest.raises(InvalidBaseConfig, match="dense intermediate: found nothing"):
-        base.size(Size.DENSE_INTERMEDIATE)
+    with pytest.raises(InvalidBaseConfig, match=r"config\.json: intermediate_size: found nothing"):
+        base.size(INTERMEDIATE)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe_text", None, 7])
 def test_unknown_family(model_type: Any) -> None:
     with pytest.raises(
-        UnknownFamily, match=r"tiny-base: config.json: model_type: found .*expected one of qwen3_moe"
+        UnknownFamily, match=r"tiny-base: config.json: model_type: found .*expected one of .*qwen3_moe"
     ):
         make_base(model_type=model_type)
 

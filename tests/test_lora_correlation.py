@@ -37,6 +37,8 @@ from correlation_builders import (
     stack_a,
     stack_b,
     trained,
+    turns_diagonal,
+    turns_diagonal_noise,
     unrouted,
 )
 
@@ -93,13 +95,15 @@ def test_training_shows(shape: Shape, packing: Packing, dtype: torch.dtype) -> N
         (shared_a, WIDE),
         (block_diagonal, WIDE),
         (block_diagonal, Shape(8, 8)),
+        (turns_diagonal, WIDE),
+        (turns_diagonal, Shape(8, 8)),
         (unrouted, WIDE),
         (unrouted, Shape(16, 3)),
     ],
     ids=lambda value: name_shape(value) or getattr(value, "__name__", None),
 )
 def test_hidden_but_there(maker: Maker, shape: Shape, packing: Packing) -> None:
-    """An SVD, a random start, a common direction, block-diagonal factors, experts without tokens: all can be told."""
+    """An SVD, a random start, a common direction, factors in blocks, experts without tokens: all can be told."""
     pooled = pool_scores(score_layers(maker, shape, packing, layers=4, seed=2))
     assert pooled.says is packing, pooled.detail
 
@@ -137,6 +141,7 @@ HARD: list[Maker] = [
     refactored_one_gradient,
     one_direction,
     block_diagonal,
+    turns_diagonal,
     padded,
     unrouted,
     random_start,
@@ -165,11 +170,20 @@ def test_never_wrong(maker: Maker) -> None:
 
 @pytest.mark.parametrize(
     "maker",
-    [noise, noise_of_one_direction, heavy_noise, sparse_noise, scattered_zeros, padded, block_diagonal_noise],
+    [
+        noise,
+        noise_of_one_direction,
+        heavy_noise,
+        sparse_noise,
+        scattered_zeros,
+        padded,
+        block_diagonal_noise,
+        turns_diagonal_noise,
+    ],
     ids=lambda maker: maker.__name__,
 )
 def test_noise_says_nothing(maker: Maker) -> None:
-    """210 adapters in all, 420 tensors: no false alarm."""
+    """240 adapters in all, 480 tensors: no false alarm."""
     shapes = [Shape(4, 2), Shape(8, 4), Shape(8, 8), Shape(5, 3), Shape(4, 16, 40, 48), Shape(32, 2)]
     for seed in range(30):
         scores = score_layers(maker, shapes[seed % len(shapes)], (R, G)[seed % 2], layers=2, seed=seed)

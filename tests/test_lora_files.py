@@ -26,7 +26,7 @@ from tasks.lora.errors import (
     UnsupportedDtype,
 )
 from tasks.lora.files import open_adapter
-from tasks.lora.header import ITEM_BYTES, TensorSpec, format_header, parse_header
+from tasks.lora.header import ITEM_BYTES, TensorGroup, TensorSpec, format_header, parse_header
 from tasks.lora.tensors import bits, open_tensors
 
 WEIGHTS = "adapter_model.safetensors"
@@ -80,20 +80,21 @@ def test_nan_payloads_and_negative_zero_survive(tmp_path: Path) -> None:
         st.tuples(
             st.text(min_size=1, max_size=12),
             st.sampled_from(sorted(ITEM_BYTES)),
-            st.integers(1, 5),
-            st.integers(1, 5),
+            st.lists(st.integers(1, 5), max_size=3),
+            st.integers(1, 3),
         ),
         min_size=1,
         max_size=6,
         unique_by=lambda item: item[0],
     )
 )
-def test_parsing_undoes_formatting(items: list[tuple[str, str, int, int]]) -> None:
-    specs = [TensorSpec(name, dtype, shape) for name, dtype, *shape in items if name != "__metadata__"]
-    if not specs:
-        return
-    specs = [TensorSpec(spec.name, spec.dtype, tuple(spec.shape)) for spec in specs]
-    start = format_header(specs)
+def test_parsing_undoes_formatting(items: list[tuple[str, str, list[int], int]]) -> None:
+    groups = [
+        TensorGroup(tuple(f"{name}{number}" for number in range(count)), dtype, tuple(shape))
+        for name, dtype, shape, count in items
+    ]
+    specs = [TensorSpec(name, group.dtype, group.shape) for group in groups for name in group.names]
+    start = format_header(groups)
     assert len(start) % 8 == 0
     total = len(start) + sum(spec.data_bytes for spec in specs)
     entries = parse_header(start[8:], file_bytes=total, adapter=LABEL, where=WEIGHTS)

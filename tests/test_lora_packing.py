@@ -8,13 +8,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from lora_builders import LABEL, config_fields
+from lora_builders import FAMILY, LABEL, config_fields
 
 from tasks.lora.config import parse_adapter_config
 from tasks.lora.correlation import PooledScore, Reading, TensorScore
 from tasks.lora.decide import RANK_1, PackedTensor, decide_packing
 from tasks.lora.errors import AdapterError, LayoutConflict, PackingUndecided
-from tasks.lora.families import FAMILIES
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import PackingDecision, PolicyStatement, ScoresStatement
 from tasks.lora.statements import list_statements
@@ -76,7 +75,7 @@ def decide(
     fields = {key: value for key, value in config_fields(**config).items() if value is not None}
     statements = list_statements(
         "down_proj",
-        family=FAMILIES[0],
+        family=FAMILY,
         config=parse_adapter_config(json.dumps(fields).encode(), label=LABEL),
         forced=forced,
         training=training,
@@ -385,7 +384,7 @@ def test_layers_that_discriminate_nothing_count_for_nothing() -> None:
     tensors = [PackedTensor(0, name_of(0), "only zeros"), *others]
     mixed = list_statements(
         "down_proj",
-        family=FAMILIES[0],
+        family=FAMILY,
         config=parse_adapter_config(json.dumps(config_fields(**MIXED)).encode(), label=LABEL),
         forced=None,
         training=None,

@@ -126,7 +126,7 @@ def execute(plan: ConversionPlan, source: Tensors) -> tuple[Tensors, Counter[int
     made: Tensors = {}
     taken: Counter[int] = Counter()
     for block in plan.blocks:
-        numbers = [0] * sum(math.prod(tensor.shape) for tensor in block.tensors)
+        numbers = [0] * sum(math.prod(tensor.shape) for tensor in block.group.tensors)
         filled: set[int] = set()
         for piece in block.pieces:
             stored = [value for entry in piece.sources for value in source[entry.name].flatten().tolist()]
@@ -138,7 +138,7 @@ def execute(plan: ConversionPlan, source: Tensors) -> tuple[Tensors, Counter[int
                 taken[stored[origin]] += 1
         if block.pieces and block.pieces[0].place is None:
             assert len(filled) == len(numbers)
-        for tensor in block.tensors:
+        for tensor in block.group.tensors:
             count = math.prod(tensor.shape)
             made[tensor.name] = torch.tensor(numbers[:count]).reshape(tensor.shape)
             del numbers[:count]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lora_builders import (
     ENCODINGS,
+    FAMILY,
     HIDDEN,
     INTER,
     LABEL,
@@ -35,7 +36,6 @@ from tasks.lora.errors import (
     OrientationUndecided,
     RoleUndecided,
 )
-from tasks.lora.families import find_family
 from tasks.lora.header import TensorEntry
 from tasks.lora.inspect import inspect_adapter
 from tasks.lora.layouts import Orientation
@@ -201,11 +201,9 @@ def entry(name: str, *shape: int) -> TensorEntry:
 
 def test_role_that_shapes_leave_open() -> None:
     """Without a gate, up standard and down swapped have one shape: only target_parameters tell."""
-    gated = find_family("qwen3_moe")
-    assert gated is not None
-    up, down = gated.parameters
+    up, down = FAMILY.parameters
     family = replace(
-        gated,
+        FAMILY,
         parameters=(replace(up, name="up_proj", out_size=down.in_size, projections=("up_proj",)), down),
     )
     pair = (entry("a", 12, HIDDEN), entry("b", INTER, 12))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_builders import LABEL, config_fields
+import torch
+from lora_builders import FAMILY, LABEL, config_fields, unpack_wheel
 
 from tasks.lora.config import parse_adapter_config
 from tasks.lora.errors import AdapterError, InvalidConfig
-from tasks.lora.families import FAMILIES
+from tasks.lora.family import StoredAs
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.packing import PolicyStatement
 from tasks.lora.statements import Statements, list_statements
@@ -34,7 +39,7 @@ def said(
     fields = {name: value for name, value in config_fields(**config).items() if value is not None}
     return list_statements(
         parameter,
-        family=FAMILIES[0],
+        family=FAMILY,
         config=parse_adapter_config(json.dumps(fields).encode(), label=LABEL),
         forced=forced,
         training=training,
@@ -321,4 +326,89 @@ SWAPPED, STANDARD = Orientation.SWAPPED, Orientation.STANDARD
 )
 def test_orientation_by_peft(version: str | None, expected: Orientation | None) -> None:
     """PEFT 0.17.0 to 0.18.1 and 0.19.0 take a parameter's two sizes the other way round (Automodel#3592)."""
-    assert orientation_by_peft(version) is expected
+    assert orientation_by_peft(version, StoredAs.OUT_IN) is expected
+
+
+@pytest.mark.parametrize(
+    ("version", "marked", "unmarked"),
+    [
+        ("0.17.0", STANDARD, STANDARD),
+        ("0.18.1", STANDARD, STANDARD),
+        # Between 0.18.1 and 0.19.0.
+        ("0.18.2.dev0@4f5c1a0", None, STANDARD),
+        ("0.19.0.dev0", None, STANDARD),
+        ("0.19.0", SWAPPED, STANDARD),
+        ("0.19.1.dev0", None, None),
+        ("0.19.1", STANDARD, SWAPPED),
+        ("0.21.2", STANDARD, SWAPPED),
+        ("0.16.9", None, None),
+        ("0.22.0", None, None),
+        (None, None, None),
+    ],
+)
+def test_orientation_by_peft_of_parameters_stored_in_out(
+    version: str | None, marked: Orientation | None, unmarked: Orientation | None
+) -> None:
+    found = [orientation_by_peft(version, stored) for stored in (StoredAs.IN_OUT, StoredAs.UNMARKED_IN_OUT)]
+    assert found == [marked, unmarked]
+
+
+def write_parameters() -> list[Any]:
+    """The version of the PEFT that is imported, and by way of storing what it trains: the delta, and A and B."""
+    import peft
+
+    written = {}
+    for stored in StoredAs:
+        model, experts = torch.nn.Module(), torch.nn.Module()
+        shape = (4, 7, 5) if stored is StoredAs.OUT_IN else (4, 5, 7)
+        experts.weight = torch.nn.Parameter(torch.zeros(shape))
+        if stored is StoredAs.IN_OUT:
+            experts.is_transposed = True
+        model.experts = experts
+        config = peft.LoraConfig(r=3, lora_alpha=3, target_modules=[], target_parameters=["experts.weight"])
+        wrapped = peft.get_peft_model(model, config).base_model.model.experts
+        factors = [wrapped.lora_A["default"].weight, wrapped.lora_B["default"].weight]
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for factor in factors:
+                factor.copy_(torch.randn(factor.shape, generator=generator))
+        tensors = (wrapped.get_delta_weight("default"), *factors)
+        written[stored.value] = [tensor.tolist() for tensor in tensors]
+    return [peft.__version__, written]
+
+
+def check_orientations(version: str, written: dict[str, list[Any]]) -> None:
+    """Hold what a PEFT trained against what `orientation_by_peft` says of it."""
+    for stored in StoredAs:
+        delta, a, b = map(torch.tensor, written[stored.value])
+        if stored is not StoredAs.OUT_IN:
+            delta = delta.transpose(1, 2)  # (experts, out, in)
+        products = torch.stack([b[:, e::4] @ a[3 * e : 3 * e + 3] for e in range(4)])
+        orientation = STANDARD if products.shape == delta.shape else SWAPPED
+        found = products if orientation is STANDARD else products.transpose(1, 2)
+        assert torch.allclose(found, delta, atol=1e-5) and found.any(), stored
+        assert orientation_by_peft(version, stored) is orientation, stored
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_orientations_are_what_peft_writes() -> None:
+    """peft#3112: every way of storing a parameter, trained by the PEFT that is installed."""
+    check_orientations(*write_parameters())
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.19.1"])
+def test_orientations_are_what_an_older_peft_writes(tmp_path: Path, version: str) -> None:
+    package = unpack_wheel("peft", version, tmp_path)
+    script = "import json, test_lora_statements as here; print(json.dumps(here.write_parameters()))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{Path(__file__).parent}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ran, written = json.loads(done.stdout.splitlines()[-1])
+    assert ran == version
+    check_orientations(ran, written)

@@ -2,114 +2,92 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.lora.base_fields import BASE_CONFIG_NAME, BaseFields
 from tasks.lora.errors import InvalidBaseConfig, UnknownFamily
-from tasks.lora.families import FAMILIES, Family, Size, find_family
+from tasks.lora.families import FAMILIES, find_family
+from tasks.lora.family import Family, Field, LayerKind, ServedClass, Size
 from tasks.lora.strict_json import parse_strict_json
 
-BASE_CONFIG_NAME = "config.json"
-
+_HEAD_DIM = "head_dim"
+_LAYERS = Field(("num_hidden_layers",))
+_SHOWN = 200
 _MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class BaseConfig:
-    """The dimensions that an adapter of this base must fit.
+    """The dimensions that an adapter of this base must fit, and what the engine calls its parts.
 
-    sparse_layers: the numbers of the layers that have routed experts. dense_intermediate: None where the
-    config does not give it. heads and kv_heads: attention heads, head_dim: their width.
+    served: the class of the engine that its config.json means. sparse_layers: the numbers of the layers that have
+    routed experts. numbers: the family's fields that the config gives. kinds: the layers of each kind.
     """
 
     label: str
-    model_type: str
-    hidden: int
-    expert_intermediate: int
-    dense_intermediate: int | None
-    experts: int
+    family: Family
+    served: ServedClass
     layers: int
     sparse_layers: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
+    numbers: tuple[tuple[Field, int], ...]
+    kinds: tuple[tuple[LayerKind, frozenset[int]], ...]
 
     def size(self, size: Size) -> int:
-        """Return a dimension's number. Raises InvalidBaseConfig where the config does not give it."""
-        number = {
-            Size.HIDDEN: self.hidden,
-            Size.EXPERT_INTERMEDIATE: self.expert_intermediate,
-            Size.GATE_AND_UP: 2 * self.expert_intermediate,
-            Size.DENSE_INTERMEDIATE: self.dense_intermediate,
-            Size.EXPERTS: self.experts,
-            Size.QUERY: self.heads * self.head_dim,
-            Size.KEY_VALUE: self.kv_heads * self.head_dim,
-        }[size]
-        if number is None:
-            raise InvalidBaseConfig(self.label, f"{BASE_CONFIG_NAME}: {size}", "a number", "nothing")
-        return number
+        """Return a dimension's number. Raises InvalidBaseConfig where the config lacks a field of it."""
+        numbers = dict(self.numbers)
+        missing = next((field for field in _list_fields(size) if field not in numbers), None)
+        if missing is not None:
+            where = f"{BASE_CONFIG_NAME}: {missing}"
+            raise InvalidBaseConfig(self.label, where, "a whole number above zero", "nothing")
+        return sum(
+            math.prod(part if isinstance(part, int) else numbers[part] for part in product)
+            for product in size.products
+        )
+
+    @property
+    def experts(self) -> int:
+        """The number of routed experts in a layer that has any."""
+        return self.size(self.family.expert_count)
+
+    def has(self, layer: int, kind: LayerKind) -> bool:
+        """Return whether a layer is of a kind. Raises KeyError for a kind that the family does not have."""
+        return layer in dict(self.kinds)[kind]
 
 
 def read_base_config(source: Path | bytes, *, label: str) -> BaseConfig:
     """Return the sizes in a config.json: its bytes, its path, or a folder that holds it.
 
-    Sizes may sit in `text_config`; `architectures` is not needed. Raises InvalidBaseConfig for a missing,
-    wrong or contradictory size, UnknownFamily for an architecture that no row of families.py describes.
+    Fields may sit in `text_config`, whose word counts; `architectures` is not needed. Raises InvalidBaseConfig for a
+    missing, wrong or contradictory size, UnknownFamily for a model_type that no row of families.py has, or an
+    architecture that its row does not have.
     """
-    fields = _Fields(label, _read_object(source, label))
-    model_type = fields.raw.get("model_type")
-    family = find_family(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        known = ", ".join(row.name for row in FAMILIES)
-        raise UnknownFamily(
-            label, f"{BASE_CONFIG_NAME}: model_type", f"one of {known}", repr(model_type)[:200]
-        )
-    nested = fields.raw.get("text_config")
-    if isinstance(nested, dict) and "num_hidden_layers" not in fields.raw:
-        fields = _Fields(label, nested)
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    layers = fields.count("num_hidden_layers")
-    if layers > _MOST_LAYERS:
-        raise fields.invalid("num_hidden_layers", f"at most {_MOST_LAYERS}", layers)
-    return BaseConfig(
+    raw = _read_object(source, label)
+    fields = _find_parts(raw, label)
+    family = _find_family(fields)
+    layers = _count_layers(fields, family)
+    sparse = family.sparse.list_layers(fields, layers)
+    if not sparse:
+        raise fields.invalid(str(family.sparse), "at least one layer with experts", "none")
+    every = frozenset(range(layers))
+    kinds = {LayerKind.ALL: every, LayerKind.SPARSE: frozenset(sparse), LayerKind.DENSE: every - {*sparse}}
+    kinds |= {kind: frozenset(rule.list_layers(fields, layers)) for kind, rule in family.layer_kinds}
+    base = BaseConfig(
         label=label,
-        model_type=family.name,
-        hidden=hidden,
-        expert_intermediate=fields.count(family.expert_intermediate_field),
-        dense_intermediate=fields.optional_count(family.dense_intermediate_field),
-        experts=_expert_count(fields, family),
+        family=family,
+        served=_find_served(fields, family),
         layers=layers,
-        sparse_layers=_sparse_layers(fields, family, layers),
-        heads=heads,
-        kv_heads=fields.count("num_key_value_heads"),
-        head_dim=_head_dim(fields, hidden, heads),
-        vocab=fields.count("vocab_size"),
+        sparse_layers=sparse,
+        vocab=fields.count(Field(("vocab_size",))),
+        numbers=tuple(_list_numbers(fields, family)),
+        kinds=tuple(kinds.items()),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    label: str
-    raw: dict[str, object]
-
-    def invalid(self, field: str, expected: str, found: object) -> InvalidBaseConfig:
-        return InvalidBaseConfig(self.label, f"{BASE_CONFIG_NAME}: {field}", expected, str(found)[:200])
-
-    def count(self, field: str) -> int:
-        value = self.optional_count(field)
-        if value is None:
-            raise self.invalid(field, "a whole number above zero", "nothing")
-        return value
-
-    def optional_count(self, field: str) -> int | None:
-        value = self.raw.get(field)
-        if value is None:
-            return None
-        if type(value) is not int or value < 1:
-            raise self.invalid(field, "a whole number above zero", repr(value))
-        return value
+    if base.experts == 1:
+        raise fields.invalid(str(family.expert_count), "at least two experts", 1)
+    return base
 
 
 def _read_object(source: Path | bytes, label: str) -> dict[str, object]:
@@ -127,36 +105,75 @@ def _read_object(source: Path | bytes, label: str) -> dict[str, object]:
     return value
 
 
-def _expert_count(fields: _Fields, family: Family) -> int:
-    names = " or ".join(family.expert_count_fields)
-    found = {name: count for name in family.expert_count_fields if (count := fields.optional_count(name))}
-    if not found:
-        raise fields.invalid(names, "the number of experts", "nothing")
-    if len(set(found.values())) > 1:
-        raise fields.invalid(names, "the same number in both", json.dumps(found))
-    experts = next(iter(found.values()))
-    if experts == 1:
-        raise fields.invalid(names, "at least two experts", experts)
-    return experts
+def _find_parts(raw: dict[str, object], label: str) -> BaseFields:
+    nested = raw.get("text_config")
+    if not nested:
+        return BaseFields(label, (raw,))
+    if not isinstance(nested, dict):
+        raise BaseFields(label, (raw,)).invalid("text_config", "a JSON object", repr(nested))
+    return BaseFields(label, (nested, raw))
 
 
-def _sparse_layers(fields: _Fields, family: Family, layers: int) -> tuple[int, ...]:
-    """Every layer unless the config says otherwise, as upstream reads a config without these fields."""
-    step = fields.optional_count(family.sparse_step_field) or 1
-    dense = fields.raw.get(family.dense_layers_field) or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.invalid(family.dense_layers_field, "a list of layer numbers", repr(dense))
-    sparse = tuple(layer for layer in range(layers) if layer not in set(dense) and (layer + 1) % step == 0)
-    if not sparse:
-        raise fields.invalid(family.sparse_step_field, "at least one layer with experts", "none")
-    return sparse
+def _find_family(fields: BaseFields) -> Family:
+    """The model_type of the whole is asked before that of its text part."""
+    named = [part.get("model_type") for part in reversed(fields.parts)]
+    for model_type in named:
+        family = find_family(model_type) if isinstance(model_type, str) else None
+        if family is not None:
+            return family
+    known = ", ".join(row.name for row in FAMILIES)
+    found = " and ".join(map(repr, named))[:_SHOWN]
+    raise UnknownFamily(fields.label, f"{BASE_CONFIG_NAME}: model_type", f"one of {known}", found)
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
-    """As given, else hidden / heads, as upstream computes it."""
-    given = fields.optional_count("head_dim")
-    if given is not None:
-        return given
+def _find_served(fields: BaseFields, family: Family) -> ServedClass:
+    """The class that `architectures` names first; of a config that names none, by whether it has a text part."""
+    where = "architectures"
+    named = fields.parts[-1].get(where)
+    if named is None or named == []:
+        return family.served[0 if len(fields.parts) == 1 else -1]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise fields.invalid(where, "a list of names", repr(named))
+    served = next((item for item in family.served if item.architecture == named[0]), None)
+    if served is None:
+        known = ", ".join(item.architecture for item in family.served)
+        expected = f"one of {known}, which serve {family.name}"
+        raise UnknownFamily(fields.label, f"{BASE_CONFIG_NAME}: {where}", expected, repr(named[0])[:_SHOWN])
+    return served
+
+
+def _count_layers(fields: BaseFields, family: Family) -> int:
+    listed = (fields.optional_words(name) for name in family.layer_lists)
+    layers = next((len(words) for words in listed if words), None) or fields.count(_LAYERS)
+    if layers > _MOST_LAYERS:
+        raise fields.invalid(str(_LAYERS), f"at most {_MOST_LAYERS}", layers)
+    return layers
+
+
+def _list_numbers(fields: BaseFields, family: Family) -> Iterator[tuple[Field, int]]:
+    """Yield what the config gives of the fields of all sizes; those of the experts' it must give."""
+    needed = [
+        family.expert_count,
+        *(size for item in family.parameters for size in (item.in_size, item.out_size)),
+    ]
+    others = (size for module in family.modules for size in (module.in_size, module.out_size))
+    for field in dict.fromkeys(field for size in needed for field in _list_fields(size)):
+        yield field, fields.count(field)
+    for field in dict.fromkeys(field for size in others for field in _list_fields(size)):
+        number = fields.optional_count(field)
+        if number is None and _HEAD_DIM in field.names:
+            number = _derive_head_dim(fields)
+        if number:
+            yield field, number
+
+
+def _list_fields(size: Size) -> Iterator[Field]:
+    return (part for product in size.products for part in product if isinstance(part, Field))
+
+
+def _derive_head_dim(fields: BaseFields) -> int:
+    """As upstream computes it where it is not given."""
+    hidden, heads = fields.count(Field(("hidden_size",))), fields.count(Field(("num_attention_heads",)))
     if hidden % heads:
-        raise fields.invalid("head_dim", f"a number, as {heads} heads do not divide {hidden}", "nothing")
+        raise fields.invalid(_HEAD_DIM, f"a number, as {heads} heads do not divide {hidden}", "nothing")
     return hidden // heads

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tasks.lora.errors import UnsupportedDtype
-from tasks.lora.families import ExpertParameter
-from tasks.lora.header import TensorEntry, TensorSpec
+from tasks.lora.family import ExpertParameter
+from tasks.lora.header import TensorEntry, TensorGroup
 from tasks.lora.lines import Lines, find_lines, find_projection_lines
-from tasks.lora.names import Factor, StackedKey, format_expert_keys, format_key
+from tasks.lora.names import Factor, StackedKey, format_served_expert_keys, format_served_key
 from tasks.lora.sources import AdapterLayout, ExpertPair
 from tasks.lora.views import View, whole
 
@@ -29,20 +29,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """Consecutive tensors of the output, of one dtype, whose bytes are the block. What no piece fills is zero."""
+    """Consecutive tensors of the output, whose bytes are the block. What no piece fills is zero."""
 
-    tensors: tuple[TensorSpec, ...]
+    group: TensorGroup
     pieces: tuple[Piece, ...]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of all its tensors."""
-        return self.tensors[0].dtype
-
-    @property
-    def data_bytes(self) -> int:
-        """The block's size."""
-        return sum(tensor.data_bytes for tensor in self.tensors)
 
 
 def list_expert_blocks(
@@ -60,15 +50,15 @@ def list_expert_blocks(
             rank, size = layout.rank_of(like), _size(layout, parameter, factor)
             dtype = _dtype(layout, like, factor)
             shape = (rank, size) if factor is Factor.A else (size, rank)
-            names = format_expert_keys(layer, projection, factor, layout.family, experts=layout.base.experts)
-            tensors = tuple(TensorSpec(name, dtype, shape) for name in names)
+            names = format_served_expert_keys(layer, projection, factor, layout.base)
+            group = TensorGroup(tuple(names), dtype, shape)
             if pair is None:
-                yield PlannedBlock(tensors, ())
+                yield PlannedBlock(group, ())
                 continue
             lines = find_projection_lines(layout, pair, projection, factor)
             view = lines.view if factor is Factor.A else lines.view.permute(0, 2, 1)
             moved = displaced and factor is _movable(layout, pair)
-            yield PlannedBlock(tensors, _fill(lines, view, whole(*view.shape), axis=0 if moved else None))
+            yield PlannedBlock(group, _fill(lines, view, whole(*view.shape), axis=0 if moved else None))
 
 
 def list_stacked_blocks(
@@ -83,7 +73,7 @@ def list_stacked_blocks(
     experts = layout.base.experts
     for factor in Factor:
         dtypes = sorted({_dtype(layout, pair, factor) for pair in pairs or [stand_in(layout, layer)]})
-        name = format_key(StackedKey(layer, parameter.name, factor), layout.family)
+        name = format_served_key(StackedKey(layer, parameter.name, factor), layout.base)
         if len(dtypes) > 1:
             raise UnsupportedDtype(
                 layout.label,
@@ -107,21 +97,22 @@ def list_stacked_blocks(
             first += pair.rank
             view, axis = lines.view, 0
             if factor is Factor.B:
-                share = size // len(parameter.projections)
-                row = parameter.projections.index(pair.projections[0]) * share
-                place = place.narrow(0, row, row + view.shape[2])
+                if pair.projections != parameter.projections:
+                    count, own = len(parameter.projections), parameter.projections.index(pair.projections[0])
+                    place = place.share(0, own, count, interleaved=parameter.interleaved)
                 view, axis = view.permute(2, 1, 0), 2
             moved = displaced and factor is _movable(layout, pair)
             pieces += _fill(lines, view, place, axis=axis if moved else None)
-        yield PlannedBlock((TensorSpec(name, dtypes[0], shape),), tuple(pieces))
+        yield PlannedBlock(TensorGroup((name,), dtypes[0], shape), tuple(pieces))
 
 
 def list_module_blocks(layout: AdapterLayout, layer: int) -> Iterator[PlannedBlock]:
-    """Yield the other factors of a layer as they are, under the names that PEFT gives them."""
+    """Yield the other factors of a layer as they are, under the names that the engine gives them."""
     for module in layout.modules:
         if module.layer == layer:
-            spec = TensorSpec(format_key(module.key, layout.family), module.entry.dtype, module.entry.shape)
-            yield PlannedBlock((spec,), (Piece((module.entry,), whole(*spec.shape)),))
+            entry = module.entry
+            group = TensorGroup((format_served_key(module.key, layout.base),), entry.dtype, entry.shape)
+            yield PlannedBlock(group, (Piece((entry,), whole(*entry.shape)),))
 
 
 def pairs_of(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> list[ExpertPair]:

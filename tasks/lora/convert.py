@@ -97,7 +97,7 @@ def _format_config(plan: ConversionPlan) -> bytes:
 
 def _make_blocks(reader: TensorReader, plan: ConversionPlan) -> Generator[memoryview]:
     """Yield each block's bytes, in memory that is left alone while HELD_BLOCKS blocks are held."""
-    largest = max(block.data_bytes for block in plan.blocks)
+    largest = max(block.group.data_bytes for block in plan.blocks)
     pieces = [piece for block in plan.blocks for piece in block.pieces]
     scratch = bytearray(largest)
     staging = bytearray(largest if any(piece.place is not None for piece in pieces) else 0)
@@ -108,25 +108,25 @@ def _make_blocks(reader: TensorReader, plan: ConversionPlan) -> Generator[memory
             if _is_copy(block):
                 if block.pieces[0].sources != held:
                     stored, held = next(reads), block.pieces[0].sources
-                yield memoryview(stored)[: block.data_bytes]
+                yield memoryview(stored)[: block.group.data_bytes]
                 continue
             memory = next(memories)
-            data = _cast(memory, block.dtype, block.data_bytes)
+            data = _cast(memory, block.group.dtype, block.group.data_bytes)
             if not block.pieces or block.pieces[0].place is not None:
                 data.zero_()
             for piece in block.pieces:
                 if piece.sources != held:
                     stored, held = next(reads), piece.sources
-                source = _cast(stored, block.dtype, _stored_bytes(piece))
+                source = _cast(stored, block.group.dtype, _stored_bytes(piece))
                 size = piece.view.size * source.itemsize
-                parts = _cast(scratch, block.dtype, size)
+                parts = _cast(scratch, block.group.dtype, size)
                 if piece.place is None:
                     rearrange(source, piece.view, data, parts)
                 else:
-                    rows, place = _cast(staging, block.dtype, size), piece.place
+                    rows, place = _cast(staging, block.group.dtype, size), piece.place
                     rearrange(source, piece.view, rows, parts)
                     data.as_strided(place.shape, place.strides, place.offset).copy_(rows.view(place.shape))
-            yield memoryview(memory)[: block.data_bytes]
+            yield memoryview(memory)[: block.group.data_bytes]
 
 
 def _is_copy(block: PlannedBlock) -> bool:

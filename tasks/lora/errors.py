@@ -236,6 +236,18 @@ class DeltaMismatch(AdapterError):
     ADVICE = "This is a fault of the conversion: report it with the adapter."
 
 
+# The engine
+
+
+class UnresolvedKeys(AdapterError):
+    """Keys of the converted adapter lead to no module of the engine, which would drop them without a word."""
+
+    ADVICE = (
+        "This vLLM cannot serve those factors of this model: train without those modules, or serve the base with a "
+        "class that has them (`architectures` in its config.json)."
+    )
+
+
 # Our own side
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tasks.lora.families import ExpertParameter
+from tasks.lora.family import ExpertParameter
 from tasks.lora.header import TensorSpec
 from tasks.lora.layouts import Orientation
-from tasks.lora.names import PREFIX, ExpertKey, Factor, StackedKey, format_key
+from tasks.lora.names import (
+    PREFIX,
+    Factor,
+    StackedKey,
+    format_served_expert_keys,
+    format_served_key,
+    format_served_parameter,
+)
 from tasks.lora.sources import AdapterLayout, ExpertPair
 from tasks.lora.target import TargetFormat
 
@@ -44,7 +51,7 @@ def list_expected(layout: AdapterLayout, format: TargetFormat) -> Iterator[Tenso
                 for group in list_groups(layout, format, layer, parameter, factor):
                     yield from (TensorSpec(name, group.dtype, group.shape) for name in group.names)
     for module in layout.modules:
-        yield TensorSpec(format_key(module.key, layout.family), module.entry.dtype, module.entry.shape)
+        yield TensorSpec(format_served_key(module.key, layout.base), module.entry.dtype, module.entry.shape)
 
 
 def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedModule]:
@@ -54,13 +61,13 @@ def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedM
             for group in list_groups(layout, format, layer, parameter, Factor.A):
                 pairs = list_owners(layout, layer, group.projections) or [_stand_in(layout, layer)]
                 if format is TargetFormat.STACKED:
-                    names = [f"{layout.family.experts.format(layer=layer)}.{parameter.name}"]
+                    names = [format_served_parameter(layer, parameter.name, layout.base)]
                 else:
                     names = [_module_name(name) for name in group.names]
                 yield from (ServedModule(name, group.rank, pairs[0].scale.scaling) for name in names)
     for module in layout.modules:
         if module.key.factor is Factor.A:
-            name = _module_name(format_key(module.key, layout.family))
+            name = _module_name(format_served_key(module.key, layout.base))
             yield ServedModule(name, module.scale.rank, module.scale.scaling)
 
 
@@ -74,7 +81,7 @@ def list_groups(
         pairs = list_owners(layout, layer, parameter.projections)
         rank = sum(pair.rank for pair in pairs) or _own_rank(layout, _stand_in(layout, layer))
         shape = (experts * rank, in_size) if factor is Factor.A else (out_size, experts * rank)
-        name = format_key(StackedKey(layer, parameter.name, factor), layout.family)
+        name = format_served_key(StackedKey(layer, parameter.name, factor), layout.base)
         dtype = _dtype(layout, layer, pairs, factor)
         yield ServedGroup(parameter.projections, (name,), rank, dtype, shape)
         return
@@ -82,10 +89,7 @@ def list_groups(
         pairs = list_owners(layout, layer, (projection,))
         rank = _own_rank(layout, pairs[0]) if pairs else _own_rank(layout, _stand_in(layout, layer))
         share = out_size // len(parameter.projections)
-        names = tuple(
-            format_key(ExpertKey(layer, expert, projection, factor), layout.family)
-            for expert in range(experts)
-        )
+        names = tuple(format_served_expert_keys(layer, projection, factor, layout.base))
         shape = (rank, in_size) if factor is Factor.A else (share, rank)
         yield ServedGroup((projection,), names, rank, _dtype(layout, layer, pairs, factor), shape)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import read_adapter_config
 from tasks.lora.decide import RANK_1, PackedTensor, decide_packing
-from tasks.lora.families import TensorClass
+from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor

@@ -51,7 +51,7 @@ def find_projection_lines(layout: AdapterLayout, pair: ExpertPair, projection: s
     components = dict(layout.components_of(pair))[projection]
     view = lines.view.narrow(1, components.start, components.stop)
     if factor is Factor.B:
-        share = view.shape[2] // len(pair.projections)
-        first = pair.projections.index(projection) * share
-        view = view.narrow(2, first, first + share)
+        count, place = len(pair.projections), pair.projections.index(projection)
+        interleaved = layout.family.parameter_of(projection).interleaved
+        view = view.share(2, place, count, interleaved=interleaved)
     return Lines(lines.sources, view)

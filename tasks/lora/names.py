@@ -1,4 +1,6 @@
-"""Tensor names to their meaning and back; both ways come from the same templates.
+"""Tensor names to their meaning and back; both ways come from the same templates (family.py).
+
+What is read may stand under any name that trainers or engines have for it; what is written stands under the engine's.
 
 The grammar is a closed world: a key that no template of the family spells is an error, since the engine
 would drop or misplace it without a word. What programs leave in a name is taken out first (`normalise_name`).
@@ -7,11 +9,12 @@ would drop or misplace it without a word. What programs leave in a name is taken
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
+from tasks.lora.base import BaseConfig
 from tasks.lora.errors import (
     AdapterError,
     CollidingNames,
@@ -19,7 +22,7 @@ from tasks.lora.errors import (
     UnexpectedTensor,
     UnsupportedConfig,
 )
-from tasks.lora.families import Family, TensorClass
+from tasks.lora.family import Family, LinearModule, TensorClass
 
 PREFIX = "base_model.model."
 
@@ -64,7 +67,7 @@ class CubeKey:
 
 @dataclass(frozen=True, slots=True)
 class ModuleKey:
-    """A factor of an ordinary module; `template` is the family's."""
+    """A factor of an ordinary module. template: transformers 5's, of which a family may have several rows."""
 
     layer: int
     template: str
@@ -73,6 +76,8 @@ class ModuleKey:
 
 
 ParsedKey = StackedKey | ExpertKey | CubeKey | ModuleKey
+
+_Rule = tuple[re.Pattern[str], Callable[[re.Match[str]], ParsedKey]]
 
 _FACTOR = "lora_{factor}.weight"
 _SHOWN = 200
@@ -109,12 +114,7 @@ def parse_key(name: str, family: Family, adapter: str) -> ParsedKey:
     Raises UnsupportedConfig for the names of features that cannot be served, MalformedKey for names that are
     no saved LoRA factor, and UnexpectedTensor for factors of modules that the family does not have.
     """
-    plain = normalise_name(name)
-    for pattern, parse in _grammar(family):
-        match = pattern.fullmatch(plain)
-        if match is not None:
-            return parse(match)
-    raise _explain(name, plain, family, adapter)
+    return _parse(name, _grammar(family), family, adapter)
 
 
 def parse_names(names: Iterable[str], family: Family, adapter: str) -> tuple[ParsedKey, ...]:
@@ -124,8 +124,9 @@ def parse_names(names: Iterable[str], family: Family, adapter: str) -> tuple[Par
     """
     found: dict[ParsedKey, str] = {}
     held: dict[str, str] = {}
+    rules = _grammar(family)
     for name in names:
-        key = parse_key(name, family, adapter)
+        key = _parse(name, rules, family, adapter)
         if key in found:
             raise CollidingNames(
                 adapter,
@@ -145,86 +146,139 @@ def parse_names(names: Iterable[str], family: Family, adapter: str) -> tuple[Par
     return tuple(found)
 
 
+def _parse(name: str, rules: Iterable[_Rule], family: Family, adapter: str) -> ParsedKey:
+    plain = normalise_name(name)
+    for pattern, parse in rules:
+        match = pattern.fullmatch(plain)
+        if match is not None:
+            return parse(match)
+    raise _explain(name, plain, family, adapter)
+
+
 def format_key(key: ParsedKey, family: Family) -> str:
-    """Return the tensor name that `parse_key` reads as `key`."""
+    """Return the tensor name that `parse_key` reads as `key`, as PEFT with transformers 5 spells it."""
     match key:
         case ExpertKey(layer, expert, projection, factor):
-            return _expert_template(family).format(
-                layer=layer, expert=expert, projection=projection, factor=factor
-            )
+            path = f"{family.experts}.{expert}.{projection}"
         case StackedKey(layer, parameter, factor):
-            wrapper = next(item.wrapper for item in family.parameters if item.name == parameter)
-            return _stacked_template(family, wrapper).format(layer=layer, factor=factor)
+            path = f"{family.experts}.{_find_wrapper(family, parameter)}".removesuffix(".")
         case CubeKey(layer, projection, factor):
-            return _cube_template(family).format(layer=layer, projection=projection, factor=factor)
-        case ModuleKey(layer, template, _, factor):
-            return _module_template(template).format(layer=layer, factor=factor)
+            path = f"{family.experts}.{projection}"
+        case ModuleKey(layer, path, _, factor):
+            pass
+    return _spell(family.decoders[0], path, layer, factor)
 
 
-def format_expert_keys(
-    layer: int, projection: str, factor: Factor, family: Family, *, experts: int
-) -> list[str]:
-    """Return what `format_key` gives for each expert of one projection, in order; an output has tens of thousands."""
-    parts = _expert_template(family).split("{expert}")
-    front, back = (part.format(layer=layer, projection=projection, factor=factor) for part in parts)
-    return [f"{front}{expert}{back}" for expert in range(experts)]
+def format_parameter(layer: int, parameter: str, family: Family) -> str:
+    """Return what PEFT with transformers 5 calls a stacked parameter of a layer, without `base_model.model.`."""
+    return f"{family.decoders[0]}{family.experts}.{parameter}".format(layer=layer)
 
 
-def _expert_template(family: Family) -> str:
-    return f"{PREFIX}{family.expert}.{_FACTOR}"
+def format_served_key(key: ExpertKey | StackedKey | ModuleKey, base: BaseConfig) -> str:
+    """Return the name under which the engine takes a factor. Raises ValueError for a module that the layer lacks."""
+    family = base.family
+    match key:
+        case ExpertKey(layer, expert, projection, factor):
+            path = f"{family.served_experts}.{expert}.{_find_served(family, projection)}"
+        case StackedKey(layer, parameter, factor):
+            path = f"{family.served_experts}.{_find_wrapper(family, parameter)}".removesuffix(".")
+        case ModuleKey(layer, _, _, factor):
+            path = find_module(key, base).served
+    return _spell(base.served.decoder, path, layer, factor)
 
 
-def _stacked_template(family: Family, wrapper: str) -> str:
-    return f"{PREFIX}{family.experts}.{wrapper}{_FACTOR}"
+def format_served_expert_keys(layer: int, projection: str, factor: Factor, base: BaseConfig) -> list[str]:
+    """Return what `format_served_key` gives for each expert of one projection, in order.
+
+    An output has tens of thousands of them.
+    """
+    front = f"{PREFIX}{base.served.decoder}{base.family.served_experts.format(layer=layer)}."
+    back = f".{_find_served(base.family, projection)}.{_FACTOR.format(factor=factor)}"
+    return [f"{front}{expert}{back}" for expert in range(base.experts)]
 
 
-def _cube_template(family: Family) -> str:
-    return f"{PREFIX}{family.experts}.{{projection}}.{_FACTOR}"
+def format_served_parameter(layer: int, parameter: str, base: BaseConfig) -> str:
+    """Return the name that the engine holds against a config's patterns, without `base_model.model.`.
+
+    It calls the inner one of the experts' parameters gate_up_proj and the outer one down_proj, in every family.
+    Source: vLLM 0.32 lora/peft_helper.py, get_rank_and_scaling.
+    """
+    name = "gate_up_proj" if _find_wrapper(base.family, parameter) else "down_proj"
+    return f"{base.served.decoder}{base.family.served_experts}.{name}".format(layer=layer)
 
 
-def _module_template(template: str) -> str:
-    return f"{PREFIX}{template}.{_FACTOR}"
+def find_module(key: ModuleKey, base: BaseConfig) -> LinearModule:
+    """Return the row that describes a module in its layer. Raises ValueError for a module that the layer lacks."""
+    for module in base.family.modules:
+        if module.sources[0] == key.template and base.has(key.layer, module.layers):
+            return module
+    raise ValueError(f"{base.label}: layer {key.layer} has no {key.template}")
+
+
+def _spell(decoder: str, path: str, layer: int, factor: Factor) -> str:
+    return f"{PREFIX}{decoder}{path.format(layer=layer)}.{_FACTOR.format(factor=factor)}"
+
+
+def _find_wrapper(family: Family, parameter: str) -> str:
+    return next(item.wrapper for item in family.parameters if item.name == parameter)
+
+
+def _find_served(family: Family, projection: str) -> str:
+    parameter = family.parameter_of(projection)
+    return parameter.served[parameter.projections.index(projection)]
 
 
 @cache
-def _grammar(family: Family) -> tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], ParsedKey]], ...]:
-    projections = {name: name for parameter in family.parameters for name in parameter.projections}
-    cubes = projections | {
-        number: name
-        for parameter in family.parameters
-        for number, name in zip(parameter.numbered, parameter.projections, strict=True)
-    }
-    rules: list[tuple[re.Pattern[str], Callable[[re.Match[str]], ParsedKey]]] = [
-        (
-            _compile(_expert_template(family), projections),
-            lambda match: ExpertKey(
-                int(match["layer"]), int(match["expert"]), match["projection"], Factor(match["factor"])
-            ),
-        ),
-        (
-            _compile(_cube_template(family), cubes),
-            lambda match: CubeKey(int(match["layer"]), cubes[match["projection"]], Factor(match["factor"])),
-        ),
-    ]
+def _grammar(family: Family) -> tuple[_Rule, ...]:
+    return tuple(_list_rules(family))
+
+
+def _list_rules(family: Family) -> Iterator[_Rule]:
+    """Yield what each template of the family means, those of tens of thousands of names first."""
+    decoders = _list_decoders(family)
+    stacked = dict.fromkeys([family.experts, family.served_experts])
+    names: dict[str, str] = {}
     for parameter in family.parameters:
+        for spelt in (parameter.numbered, parameter.served, parameter.projections):
+            names |= zip(spelt, parameter.projections, strict=True)
 
-        def parse_stacked(match: re.Match[str], name: str = parameter.name) -> ParsedKey:
-            return StackedKey(int(match["layer"]), name, Factor(match["factor"]))
+    def compile_rule(path: str) -> re.Pattern[str]:
+        return _compile(f"{PREFIX}{{decoder}}{path}.{_FACTOR}", decoders, names)
 
-        rules.append((_compile(_stacked_template(family, parameter.wrapper)), parse_stacked))
+    for experts in dict.fromkeys([*stacked, *family.expert_sources]):
+        yield (
+            compile_rule(f"{experts}.{{expert}}.{{projection}}"),
+            lambda match: ExpertKey(
+                int(match["layer"]), int(match["expert"]), names[match["projection"]], Factor(match["factor"])
+            ),
+        )
+    for experts in stacked:
+        yield (
+            compile_rule(f"{experts}.{{projection}}"),
+            lambda match: CubeKey(int(match["layer"]), names[match["projection"]], Factor(match["factor"])),
+        )
+        for parameter in family.parameters:
+
+            def parse_stacked(match: re.Match[str], name: str = parameter.name) -> ParsedKey:
+                return StackedKey(int(match["layer"]), name, Factor(match["factor"]))
+
+            yield compile_rule(f"{experts}.{parameter.wrapper}".removesuffix(".")), parse_stacked
     for module in family.modules:
 
-        def parse_module(
-            match: re.Match[str], template: str = module.template, kind: TensorClass = module.kind
-        ) -> ParsedKey:
-            return ModuleKey(int(match["layer"]), template, kind, Factor(match["factor"]))
+        def parse_module(match: re.Match[str], module: LinearModule = module) -> ParsedKey:
+            return ModuleKey(int(match["layer"]), module.sources[0], module.kind, Factor(match["factor"]))
 
-        rules.append((_compile(_module_template(module.template)), parse_module))
-    return tuple(rules)
+        for path in dict.fromkeys([*module.sources, module.served]):
+            yield compile_rule(path), parse_module
 
 
-def _compile(template: str, projections: Iterable[str] = ()) -> re.Pattern[str]:
+def _list_decoders(family: Family) -> Iterable[str]:
+    return dict.fromkeys([*family.decoders, *(served.decoder for served in family.served)])
+
+
+def _compile(template: str, decoders: Iterable[str], projections: Iterable[str]) -> re.Pattern[str]:
     holes = {
+        "decoder": f"(?:{'|'.join(map(re.escape, decoders))})",
         "layer": r"(?P<layer>0|[1-9][0-9]{0,5})",
         "expert": r"(?P<expert>0|[1-9][0-9]{0,5})",
         "projection": f"(?P<projection>{'|'.join(map(re.escape, projections))})",
@@ -248,6 +302,14 @@ def _explain(name: str, plain: str, family: Family, adapter: str) -> AdapterErro
             "a name that ends in .lora_A.weight or .lora_B.weight",
             f"the ending {'.'.join(shown.split('.')[-2:])!r}",
         )
+    for module in family.unserved:
+        if _compile(f"{PREFIX}{{decoder}}{module.source}.{_FACTOR}", _list_decoders(family), ()).fullmatch(
+            plain
+        ):
+            advice = "Train without this module, or serve the merged model."
+            return UnexpectedTensor(
+                adapter, shown, "a module that the engine serves as trained", module.why, advice
+            )
     return UnexpectedTensor(
         adapter, shown, f"a module of {family.name}", "a name that no module of this family has"
     )

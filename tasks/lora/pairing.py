@@ -16,7 +16,7 @@ from tasks.lora.errors import (
     UnsupportedConfig,
     UnsupportedDtype,
 )
-from tasks.lora.families import ExpertParameter, Family
+from tasks.lora.family import ExpertParameter, Family
 from tasks.lora.files import CONFIG_NAME
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation, PairShapes, decide_orientation
@@ -57,7 +57,9 @@ def pair_stacked(
         for parameter, name in roles:
             why = f"the experts' {parameter.name} in each of {len(base.sparse_layers)} layers"
             a, b = (_find(frame, found, StackedKey(layer, name, factor), why) for factor in Factor)
-            module = f"{family.experts.format(layer=layer)}.{parameter.name}"
+            # The stored name is that of the wrapper; PEFT holds the parameter's against the patterns.
+            wrapper = next(item.wrapper for item in family.parameters if item.name == name)
+            module = f"{f'{module_name(a)}.'.removesuffix(wrapper)}{parameter.name}"
             scale = frame.scale(module, a.shape[0] // base.experts)
             sibling = next(item for item in family.parameters if item is not parameter)
             shapes.append(
@@ -107,15 +109,15 @@ def pair_experts(frame: Frame, found: Mapping[ExpertKey, TensorEntry]) -> tuple[
             )
             for factor in Factor
         )
-        scales = [frame.scale(_module_name(entry), entry.shape[0]) for entry in a]
+        scales = [frame.scale(module_name(entry), entry.shape[0]) for entry in a]
         for entry, scale in zip(a, scales, strict=True):
             if scale != scales[0]:
                 raise UnsupportedConfig(
                     frame.adapter,
                     f"{CONFIG_NAME}: rank_pattern and alpha_pattern",
                     f"one rank and alpha for all experts' {projection} of a layer, as engines load them",
-                    f"rank {scale.rank}, alpha {scale.alpha:g} for {_module_name(entry)} and "
-                    f"rank {scales[0].rank}, alpha {scales[0].alpha:g} for {_module_name(a[0])}",
+                    f"rank {scale.rank}, alpha {scale.alpha:g} for {module_name(entry)} and "
+                    f"rank {scales[0].rank}, alpha {scales[0].alpha:g} for {module_name(a[0])}",
                     "Train all experts of a projection with one rank and one alpha.",
                 )
         pairs.append(_make_pair(frame, layer, parameter, projection, scales[0], a, b))
@@ -139,7 +141,7 @@ def pair_cubes(frame: Frame, found: Mapping[CubeKey, TensorEntry]) -> tuple[Expe
                     f"{frame.base.experts} experts, or 1 for what all share, along the first axis",
                     f"shape {entry.shape}",
                 )
-        scale = frame.scale(_module_name(a), a.shape[1])
+        scale = frame.scale(module_name(a), a.shape[1])
         pairs.append(_make_pair(frame, layer, parameter, projection, scale, (a,), (b,)))
     return tuple(pairs)
 
@@ -157,6 +159,11 @@ def check_factor(frame: Frame, entry: TensorEntry, factor: Factor, *, rank: int,
     if found_size != size:
         raise BaseMismatch(frame.adapter, entry.name, f"{size} along the other axis", f"shape {entry.shape}")
     _check_rank(frame, entry, rank)
+
+
+def module_name(entry: TensorEntry) -> str:
+    """Return the name of the module as the trainer's PEFT knew it, and as the config's patterns know it."""
+    return normalise_name(entry.name).removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 def _find_roles(frame: Frame, found: Mapping[StackedKey, TensorEntry]) -> list[tuple[ExpertParameter, str]]:
@@ -226,8 +233,3 @@ def _check_rank(frame: Frame, entry: TensorEntry, rank: int) -> None:
         raise RankUnsupported(
             frame.adapter, entry.name, f"a rank of at most {MAX_LORA_RANKS[-1]}", f"rank {rank}"
         )
-
-
-def _module_name(entry: TensorEntry) -> str:
-    """Return the name of the module as the config's patterns know it."""
-    return normalise_name(entry.name).removeprefix(PREFIX).rpartition(".lora_")[0]

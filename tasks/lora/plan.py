@@ -23,9 +23,18 @@ from tasks.lora.blocks import (
 )
 from tasks.lora.config import MAX_LORA_RANKS
 from tasks.lora.errors import RankUnsupported, UnsupportedConfig
-from tasks.lora.families import ExpertParameter, TensorClass
+from tasks.lora.family import ExpertParameter
 from tasks.lora.header import ITEM_BYTES, TensorSpec, format_header
-from tasks.lora.names import PREFIX, ExpertKey, Factor, format_key
+from tasks.lora.names import (
+    PREFIX,
+    ExpertKey,
+    Factor,
+    find_module,
+    format_key,
+    format_parameter,
+    format_served_key,
+    format_served_parameter,
+)
 from tasks.lora.packing import PackingDecision
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.target import TargetFormat, TargetModule
@@ -65,7 +74,7 @@ class ConversionPlan:
     @property
     def tensors(self) -> list[TensorSpec]:
         """Every tensor, in the order of writing."""
-        return [tensor for block in self.blocks for tensor in block.tensors]
+        return [tensor for block in self.blocks for tensor in block.group.tensors]
 
     def __str__(self) -> str:
         head = (
@@ -97,21 +106,21 @@ def plan_control(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_
 
 
 def _plan(layout: AdapterLayout, format: TargetFormat, kind: PlanKind) -> ConversionPlan:
-    blocks = sorted(_list_blocks(layout, format, kind), key=lambda block: -ITEM_BYTES[block.dtype])
+    blocks = sorted(_list_blocks(layout, format, kind), key=lambda block: -ITEM_BYTES[block.group.dtype])
     modules = tuple(_list_modules(layout, format))
-    header = format_header([tensor for block in blocks for tensor in block.tensors])
+    header = format_header(block.group for block in blocks)
     return ConversionPlan(
         adapter=layout.label,
         kind=kind,
         format=format,
         rank=max(module.rank for module in modules),
         pairs=layout.expert_pairs,
-        dtype=",".join(sorted({block.dtype for block in blocks})),
+        dtype=",".join(sorted({block.group.dtype for block in blocks})),
         modules=modules,
         base_model=layout.config.base_model_name_or_path,
         blocks=tuple(blocks),
         header=header,
-        predicted_bytes=len(header) + sum(block.data_bytes for block in blocks),
+        predicted_bytes=len(header) + sum(block.group.data_bytes for block in blocks),
     )
 
 
@@ -142,8 +151,10 @@ def _list_modules(layout: AdapterLayout, format: TargetFormat) -> Iterator[Targe
                 yield _find_stacked_module(layout, layer, parameter)
     for module in layout.modules:
         if module.key.factor is Factor.A:
-            name = _module_name(format_key(module.key, layout.family))
-            wrapped = f"{name}.weight" if module.key.kind is TensorClass.ROUTER else None
+            name = _module_name(format_served_key(module.key, layout.base))
+            wrapped = find_module(module.key, layout.base).parameter
+            if wrapped is not None:
+                wrapped = f"{_module_name(format_key(module.key, layout.family))}.{wrapped}"
             yield TargetModule(name, module.scale.rank, module.scale.scaling, wrapped)
 
 
@@ -151,17 +162,19 @@ def _list_expert_modules(
     layout: AdapterLayout, layer: int, parameter: ExpertParameter
 ) -> Iterator[TargetModule]:
     pairs = {name: pair for pair in pairs_of(layout, layer, parameter) for name in pair.projections}
-    stacked = _stacked_name(layout, layer, parameter)
+    stacked = format_parameter(layer, parameter.name, layout.family)
     for projection in parameter.projections:
         pair = pairs.get(projection, stand_in(layout, layer))
         # One expert stands for all of them: a projection of a layer has one rank and one scaling.
-        name = _module_name(format_key(ExpertKey(layer, 0, projection, Factor.A), layout.family))
+        name = _module_name(format_served_key(ExpertKey(layer, 0, projection, Factor.A), layout.base))
         yield TargetModule(name, layout.rank_of(pair), pair.scale.scaling, stacked)
 
 
 def _find_stacked_module(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> TargetModule:
     pairs = pairs_of(layout, layer, parameter)
-    rank, name = stacked_rank(layout, layer, parameter), _stacked_name(layout, layer, parameter)
+    rank = stacked_rank(layout, layer, parameter)
+    name = format_served_parameter(layer, parameter.name, layout.base)
+    trained = format_parameter(layer, parameter.name, layout.family)
     scalings = sorted({pair.scale.scaling for pair in pairs or [stand_in(layout, layer)]})
     if len(scalings) > 1:
         raise UnsupportedConfig(
@@ -180,11 +193,7 @@ def _find_stacked_module(layout: AdapterLayout, layer: int, parameter: ExpertPar
             found,
             "Convert it to the per-expert format.",
         )
-    return TargetModule(name, rank, scalings[0])
-
-
-def _stacked_name(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> str:
-    return f"{layout.family.experts.format(layer=layer)}.{parameter.name}"
+    return TargetModule(name, rank, scalings[0], None if trained == name else trained)
 
 
 def _module_name(key: str) -> str:
@@ -192,10 +201,10 @@ def _module_name(key: str) -> str:
 
 
 def _format_block(block: PlannedBlock) -> str:
-    first = block.tensors[0]
-    head = f"{first.name} {first.dtype} {first.shape}"
-    if len(block.tensors) > 1:
-        head += f" and {len(block.tensors) - 1} more up to {block.tensors[-1].name}"
+    names = block.group.names
+    head = f"{names[0]} {block.group.dtype} {block.group.shape}"
+    if len(names) > 1:
+        head += f" and {len(names) - 1} more up to {names[-1]}"
     return "\n".join([head, *(map(_format_piece, block.pieces) if block.pieces else ["    zeros"])])
 
 

@@ -15,28 +15,32 @@ from tasks.lora.errors import (
     MissingTensor,
     MixedForms,
     NoExpertKeys,
-    UnknownFamily,
     UnsupportedSourceFormat,
 )
-from tasks.lora.families import Family, LayerKind, LinearModule, find_family
+from tasks.lora.family import Family, LayerKind
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation
 from tasks.lora.names import (
-    PREFIX,
     CubeKey,
     ExpertKey,
     Factor,
     ModuleKey,
     ParsedKey,
     StackedKey,
+    find_module,
     format_key,
     parse_names,
 )
-from tasks.lora.pairing import Frame, check_factor, pair_cubes, pair_experts, pair_stacked
+from tasks.lora.pairing import Frame, check_factor, module_name, pair_cubes, pair_experts, pair_stacked
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.trainers import TrainingStatement, orientation_by_peft
 
+_LAYERS = {
+    LayerKind.ALL: "of the base",
+    LayerKind.SPARSE: "with routed experts",
+    LayerKind.DENSE: "without routed experts",
+}
 _FORMS = {StackedKey: SourceForm.STACKED, ExpertKey: SourceForm.PER_EXPERT, CubeKey: SourceForm.CUBE}
 
 
@@ -55,15 +59,13 @@ def read_layout(
     MissingTensor, UnsupportedDtype), for shapes and scalings (ShapeMismatch, RankUnsupported, BaseMismatch,
     AlphaUndecided), and for the layout (LayoutConflict, RoleUndecided, OrientationUndecided).
     """
-    family = find_family(base.model_type)
-    if family is None:
-        raise UnknownFamily(base.label, "model_type", "a family of the table", base.model_type)
+    family = base.family
     frame = Frame(files.label, family, base, config)
     found = _parse_tensors(files, family)
     form = _find_form(files, found)
     _check_layers(frame, found)
     version = config.peft_version or (training.peft_version if training is not None else None)
-    by_version = orientation_by_peft(version)
+    by_version = orientation_by_peft(version, family.stored)
     orientation = Orientation.STANDARD
     if form is SourceForm.STACKED:
         stacked = {key: entry for key, entry in found.items() if isinstance(key, StackedKey)}
@@ -132,9 +134,8 @@ def _find_form(files: AdapterFiles, found: Mapping[ParsedKey, TensorEntry]) -> S
 
 
 def _check_layers(frame: Frame, found: Mapping[ParsedKey, TensorEntry]) -> None:
-    base, sparse = frame.base, set(frame.base.sparse_layers)
+    base = frame.base
     for key, entry in found.items():
-        kind = _module(frame.family, key).layers if isinstance(key, ModuleKey) else LayerKind.SPARSE
         if key.layer >= base.layers:
             raise BaseMismatch(
                 frame.adapter,
@@ -142,11 +143,21 @@ def _check_layers(frame: Frame, found: Mapping[ParsedKey, TensorEntry]) -> None:
                 f"layers 0 to {base.layers - 1}, as the base has",
                 f"layer {key.layer}",
             )
-        if kind is not LayerKind.ALL and (key.layer in sparse) != (kind is LayerKind.SPARSE):
-            layers = "with routed experts" if kind is LayerKind.SPARSE else "without routed experts"
-            raise BaseMismatch(
-                frame.adapter, entry.name, f"a layer {layers}", f"layer {key.layer}, which is not one"
-            )
+        kinds = _list_kinds(frame.family, key)
+        if not any(base.has(key.layer, kind) for kind in kinds):
+            expected = " or ".join(f"a layer {_describe(kind)}" for kind in kinds)
+            raise BaseMismatch(frame.adapter, entry.name, expected, f"layer {key.layer}, which is not one")
+
+
+def _describe(kind: LayerKind) -> str:
+    return _LAYERS.get(kind) or f"of {kind.replace('_', ' ')}"
+
+
+def _list_kinds(family: Family, key: ParsedKey) -> list[LayerKind]:
+    """Return the kinds of layers that have what a key means."""
+    if not isinstance(key, ModuleKey):
+        return [LayerKind.SPARSE]
+    return [module.layers for module in family.modules if module.sources[0] == key.template]
 
 
 def _match_modules(frame: Frame, modules: Mapping[ModuleKey, TensorEntry]) -> tuple[ModuleTensor, ...]:
@@ -162,18 +173,13 @@ def _match_modules(frame: Frame, modules: Mapping[ModuleKey, TensorEntry]) -> tu
                 f"the partner of {entry.name}",
                 "no such tensor",
             )
-        name = format_key(key, frame.family).removeprefix(PREFIX).rpartition(".lora_")[0]
-        module = _module(frame.family, key)
-        stored, size = entry.shape if key.factor is Factor.A else reversed(entry.shape)
-        scale = frame.scale(name, stored)
+        module = find_module(key, frame.base)
+        stored, _ = entry.shape if key.factor is Factor.A else reversed(entry.shape)
+        scale = frame.scale(module_name(entry), stored)
         size = frame.base.size(module.in_size if key.factor is Factor.A else module.out_size)
         check_factor(frame, entry, key.factor, rank=scale.rank, size=size)
         matched.append(ModuleTensor(key, entry, scale))
     return tuple(matched)
-
-
-def _module(family: Family, key: ModuleKey) -> LinearModule:
-    return next(module for module in family.modules if module.template == key.template)
 
 
 def _list_warnings(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from tasks.lora.expected import ServedGroup, list_groups, list_owners
-from tasks.lora.families import ExpertParameter, TensorClass
+from tasks.lora.family import ExpertParameter, TensorClass
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.layouts import Orientation, Packing
-from tasks.lora.names import Factor, format_key
+from tasks.lora.names import Factor, format_served_key
 from tasks.lora.rearrange import one_thread
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.target import TargetFormat
@@ -94,7 +94,7 @@ class _Comparison:
             if self.format is TargetFormat.STACKED:
                 moved[factor] = self._compare_stacked(groups[factor][0], parameter, pairs, factor)
             else:
-                moved[factor] = self._compare_experts(groups[factor], pairs, factor)
+                moved[factor] = self._compare_experts(groups[factor], parameter, pairs, factor)
         routed = self.findings.trained.setdefault(TensorClass.ROUTED_EXPERTS, [])
         for projection, a_moved in moved[Factor.A].items():
             routed.extend((a_moved & moved[Factor.B][projection]).any(dim=1).tolist())
@@ -102,7 +102,7 @@ class _Comparison:
     def compare_modules(self, pair: tuple[ModuleTensor, ModuleTensor]) -> None:
         moved = []
         for module in pair:
-            name = format_key(module.key, self.layout.family)
+            name = format_served_key(module.key, self.layout.base)
             if name not in self.entries:
                 continue
             tensor = self.new.read_tensor(self.entries[name])
@@ -114,7 +114,7 @@ class _Comparison:
         self.findings.trained.setdefault(pair[0].key.kind, []).append(moved_both)
 
     def _compare_experts(
-        self, groups: list[ServedGroup], pairs: list[ExpertPair], factor: Factor
+        self, groups: list[ServedGroup], parameter: ExpertParameter, pairs: list[ExpertPair], factor: Factor
     ) -> dict[str, torch.Tensor]:
         """Compare one factor with one tensor per expert; return for each trained projection (experts, rank): moved?"""
         lines = {group.projections[0]: self._read_expert_lines(group, factor) for group in groups}
@@ -125,9 +125,8 @@ class _Comparison:
             shared = factor is Factor.A and not self.layout.block_diagonal
             if shared and not all(torch.equal(parts[0], other) for other in parts[1:]):
                 self.findings.unshared.append(f"layer {pair.layer} {pair.parameter}")
-            self._compare_source(
-                pair, factor, _join(parts, factor, block_diagonal=self.layout.block_diagonal)
-            )
+            joined = _join(parts, parameter, factor, block_diagonal=self.layout.block_diagonal)
+            self._compare_source(pair, factor, joined)
         moved = {}
         for group in groups:
             projection = group.projections[0]
@@ -148,25 +147,23 @@ class _Comparison:
         """Compare one factor with one tensor for all experts; return as `_compare_experts` does."""
         lines = self._read_stacked_lines(group, factor)
         numbers = int(torch.count_nonzero(bits(lines)))
-        share = lines.shape[2] // len(parameter.projections)
         parts: dict[str, torch.Tensor] = {}
         first = 0
         for pair in pairs:
             part = lines[:, first : first + pair.rank]
             first += pair.rank
-            if factor is Factor.B:
-                row = parameter.projections.index(pair.projections[0]) * share
-                part = part[:, :, row : row + share * len(pair.projections)]
+            if factor is Factor.B and pair.projections != parameter.projections:
+                part = part[:, :, _rows(parameter, pair.projections[0], lines.shape[2])]
             numbers -= int(torch.count_nonzero(bits(part)))
             self._compare_source(pair, factor, bits(part))
-            parts |= self._split(pair, part, factor)
+            parts |= self._split(pair, part, parameter, factor)
         if numbers:
             self.findings.nonzero.append(group.names[0])
         self._note_values(group.names, lines)  # overwrites the lines with their magnitudes
         return {projection: bits(part).amax(dim=2) != 0 for projection, part in parts.items()}
 
     def _split(
-        self, pair: ExpertPair, part: torch.Tensor, factor: Factor
+        self, pair: ExpertPair, part: torch.Tensor, parameter: ExpertParameter, factor: Factor
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each projection's own lines among those of its pair."""
         count = len(pair.projections)
@@ -174,8 +171,8 @@ class _Comparison:
             own = part
             if self.layout.block_diagonal:
                 own = own.chunk(count, dim=1)[place]
-            if factor is Factor.B:
-                own = own.chunk(count, dim=2)[place]
+            if factor is Factor.B and count > 1:
+                own = own[:, :, _rows(parameter, projection, own.shape[2])]
             yield projection, own
 
     def _compare_source(self, pair: ExpertPair, factor: Factor, rebuilt: torch.Tensor) -> None:
@@ -257,16 +254,25 @@ class _Comparison:
         return peaks != 0
 
 
-def _join(parts: list[torch.Tensor], factor: Factor, *, block_diagonal: bool) -> torch.Tensor:
-    """Return the lines of a pair from those of its projections."""
+def _rows(parameter: ExpertParameter, projection: str, size: int) -> slice:
+    """Return which of the `size` output rows of a parameter are a projection's."""
+    count, place = len(parameter.projections), parameter.projections.index(projection)
+    share = size // count
+    return slice(place, size, count) if parameter.interleaved else slice(place * share, (place + 1) * share)
+
+
+def _join(
+    parts: list[torch.Tensor], parameter: ExpertParameter, factor: Factor, *, block_diagonal: bool
+) -> torch.Tensor:
+    """Return the lines of a pair from those of its projections, which are all that the parameter has, or one."""
     if len(parts) == 1:
         return parts[0]
-    if not block_diagonal:
-        return parts[0] if factor is Factor.A else torch.cat(parts, dim=2)
     if factor is Factor.A:
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1) if block_diagonal else parts[0]
     experts, rank, size = parts[0].shape
-    joined = parts[0].new_zeros((experts, len(parts) * rank, len(parts) * size))
-    for place, part in enumerate(parts):
-        joined[:, place * rank : (place + 1) * rank, place * size : (place + 1) * size] = part
+    make = parts[0].new_zeros if block_diagonal else parts[0].new_empty
+    joined = make((experts, rank * (len(parts) if block_diagonal else 1), len(parts) * size))
+    for place, (projection, part) in enumerate(zip(parameter.projections, parts, strict=True)):
+        first = place * rank if block_diagonal else 0
+        joined[:, first : first + rank, _rows(parameter, projection, joined.shape[2])] = part
     return joined

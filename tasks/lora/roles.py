@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tasks.lora.base import BaseConfig
 from tasks.lora.errors import LayoutConflict, MissingTensor, RoleUndecided
-from tasks.lora.families import ExpertParameter, Family
+from tasks.lora.family import ExpertParameter, Family
 from tasks.lora.files import CONFIG_NAME
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import list_fitting

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import AdapterConfig, LoraScale
-from tasks.lora.families import Family
+from tasks.lora.family import Family
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor, ModuleKey

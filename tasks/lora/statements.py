@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tasks.lora.config import AdapterConfig, AutoMapping
 from tasks.lora.errors import InvalidConfig
-from tasks.lora.families import Family
+from tasks.lora.family import Family
 from tasks.lora.files import CONFIG_NAME
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import Evidence, PolicyStatement, Source, Strength

@@ -16,10 +16,11 @@ import torch
 from tasks.lora.correlation import PooledScore, TensorScore, pool_scores, score_tensor
 from tasks.lora.decide import ONLY_ZEROS, RANK_1, PackedTensor
 from tasks.lora.errors import NonFinite
-from tasks.lora.families import TensorClass
+from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation
+from tasks.lora.rearrange import one_thread
 from tasks.lora.sources import AdapterLayout, ExpertPair, SourceForm
 from tasks.lora.tensors import TORCH_DTYPES, TensorReader, open_tensors
 
@@ -30,8 +31,7 @@ _Words = npt.NDArray[Any]
 _BITS = {"F32": ("u4", 0x7FFFFFFF, 0x7F800000), "F16": ("u2", 0x7FFF, 0x7C00), "BF16": ("u2", 0x7FFF, 0x7F80)}
 # Elements taken at a time: their magnitudes then stay in the processor's cache.
 _BLOCK = 1 << 17
-# One thread would do on an idle machine. But torch's own threads spin until all are done, unless there are more of them
-# than cores: with one, a busy machine takes ten times as long.
+# Pairs looked at at a time.
 _THREADS = 2
 
 
@@ -82,7 +82,7 @@ def survey_tensors(files: AdapterFiles, layout: AdapterLayout) -> Survey:
     def is_moved(entry: TensorEntry) -> bool:
         return bool(_read_flags(reader, layout, entry)[0].any())
 
-    with open_tensors(files) as reader, ThreadPoolExecutor(_THREADS) as threads:
+    with open_tensors(files) as reader, one_thread(), ThreadPoolExecutor(_THREADS) as threads:
         pairs = tuple(threads.map(survey_pair, layout.pairs))
         moved = tuple(threads.map(is_moved, (module.entry for module in layout.modules)))
     kinds = (module.key.kind for module in layout.modules[::2])
@@ -108,8 +108,9 @@ def _survey_pair(reader: TensorReader, layout: AdapterLayout, pair: ExpertPair) 
         return PairSurvey(pair, np.broadcast_to(a, whole), np.broadcast_to(b, whole), None)
     shares = len(pair.projections)
     cut = (1, shares) if layout.orientation is Orientation.STANDARD else (shares, 1)
-    a, a_words = _read_flags(reader, layout, pair.a[0], shares=cut[0])
-    b, b_words = _read_flags(reader, layout, pair.b[0], shares=cut[1], columns=True)
+    turns = layout.family.parameter_of(pair.projections[0]).interleaved
+    a, a_words = _read_flags(reader, layout, pair.a[0], shares=cut[0], turns=turns)
+    b, b_words = _read_flags(reader, layout, pair.b[0], shares=cut[1], turns=turns, columns=True)
     made = PairSurvey(pair, a, b, None)
     if _same_reason(made) is not None:
         return made
@@ -125,17 +126,26 @@ def _survey_pair(reader: TensorReader, layout: AdapterLayout, pair: ExpertPair) 
 
 
 def _read_flags(
-    reader: TensorReader, layout: AdapterLayout, entry: TensorEntry, *, shares: int = 1, columns: bool = False
+    reader: TensorReader,
+    layout: AdapterLayout,
+    entry: TensorEntry,
+    *,
+    shares: int = 1,
+    turns: bool = False,
+    columns: bool = False,
 ) -> tuple[Flags, _Words]:
     """Return (shares, rows or columns): which hold anything but zeros in a share of the other axis; and the bits.
 
-    Axes after the first count as one. Raises NonFinite.
+    turns: the shares take turns along that axis. Axes after the first count as one. Raises NonFinite.
     """
     kind, unsigned, exponent = _BITS[entry.dtype]
     words = np.empty(entry.shape, kind)
     reader.read_into(entry, words.reshape(-1).view(np.uint8).data)
     table = words.reshape(len(words), -1)
-    parts = np.array_split(table, shares, axis=0 if columns else 1)
+    if turns:
+        parts = [table[place::shares] if columns else table[:, place::shares] for place in range(shares)]
+    else:
+        parts = np.array_split(table, shares, axis=0 if columns else 1)
     maxima = np.stack([_find_maxima(part, unsigned, columns=columns) for part in parts])
     if maxima.max() >= exponent:
         count = int(np.count_nonzero((words & unsigned) >= exponent))

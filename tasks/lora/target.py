@@ -30,10 +30,10 @@ class TargetFormat(StrEnum):
 class TargetModule:
     """A pair of factors that is served: an expert's projection or a module, or a stacked parameter.
 
-    name: without `base_model.model.`; a stacked parameter ends in its own name, `….mlp.experts.gate_up_proj`.
+    name: the engine's, without `base_model.model.`; a stacked parameter ends in `.gate_up_proj` or `.down_proj`.
     scaling: the factor on B·A. parameter: the parameter that PEFT with transformers 5 makes of it, such as
     `….mlp.experts.gate_up_proj` of an expert's gate or `….mlp.gate.weight` of a router; None for a module that
-    stays one, and in the stacked target for the parameter itself.
+    stays one, and for a stacked parameter that PEFT calls the same.
     """
 
     name: str
@@ -111,11 +111,12 @@ def _list_targets(modules: Iterable[TargetModule], format: TargetFormat) -> dict
     parameters, names, stacked = set(), set(), set()
     for module in modules:
         match = _EXPERTS.fullmatch(module.name)
+        trained = module.parameter or module.name
         if match:
-            stacked.add(match["last"])
+            stacked.add(trained.rpartition(".")[2])
         if match or module.parameter:
             # As PEFT's own users name them: what follows the layer's number, in every layer that has it.
-            parameters.add(_LAYER.split(module.parameter or module.name, maxsplit=1)[-1])
+            parameters.add(_LAYER.split(trained, maxsplit=1)[-1])
         else:
             names.add(module.name.rpartition(".")[2])
     layout = {"lora_B_layout": "rank_major"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tasks.lora.errors import ExpertsUntrained
-from tasks.lora.families import TensorClass
+from tasks.lora.family import TensorClass
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.survey import Flags, PairSurvey, Survey

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from tasks.lora.config import AdapterConfig
-from tasks.lora.families import Family
+from tasks.lora.family import Family, StoredAs
 from tasks.lora.layouts import Orientation, Packing
 
 
@@ -55,9 +55,35 @@ _NEW_UNSLOTH_ZOO = TrainerRule(
 _PEFT_VERSION = re.compile(
     r"(\d+)\.(\d+)(?:\.(\d+))?(?P<unfinished>[.\-_]?(?:a|b|c|rc|dev|alpha|beta|pre)\d*)*(?:\.post\d+)?(?:[+@].*)?"
 )
-_FIRST_STACKING_PEFT = (0, 17, 0)
-_FIRST_STANDARD_PEFT = (0, 19, 1)
-_FIRST_UNKNOWN_PEFT = (0, 22, 0)
+# PEFT's releases that write alike: the first, the last, and how. Source: PEFT tuners/lora/layer.py, ParamWrapper, whose
+# in_features are those of (experts, in, out) up to 0.18.1; of 0.19.0, the other way round for what transformers marks
+# as transposed; later, for what it does not mark. Run with 0.18.1, 0.19.0, 0.19.1 and 0.21.2, which agree.
+_PEFT_ERAS = (
+    (
+        ((0, 17, 0), (0, 18, 1)),
+        {
+            StoredAs.OUT_IN: Orientation.SWAPPED,
+            StoredAs.IN_OUT: Orientation.STANDARD,
+            StoredAs.UNMARKED_IN_OUT: Orientation.STANDARD,
+        },
+    ),
+    (
+        ((0, 19, 0), (0, 19, 0)),
+        {
+            StoredAs.OUT_IN: Orientation.SWAPPED,
+            StoredAs.IN_OUT: Orientation.SWAPPED,
+            StoredAs.UNMARKED_IN_OUT: Orientation.STANDARD,
+        },
+    ),
+    (
+        ((0, 19, 1), (0, 21, 999)),
+        {
+            StoredAs.OUT_IN: Orientation.STANDARD,
+            StoredAs.IN_OUT: Orientation.STANDARD,
+            StoredAs.UNMARKED_IN_OUT: Orientation.SWAPPED,
+        },
+    ),
+)
 _RULES = {
     "peft": TrainerRule(Packing.RANK_MAJOR, "every version packs rank-major"),
     "megatron_bridge": TrainerRule(Packing.GROUPED_BY_EXPERT, "its exporter groups by expert"),
@@ -126,20 +152,24 @@ def _parse_unsloth_version(training: TrainingStatement) -> tuple[int, ...] | Non
     return None if version is None else tuple(map(int, version.groups()))
 
 
-def orientation_by_peft(version: str | None) -> Orientation | None:
-    """Return how this PEFT writes a parameter that is stored (E, out, in), or None where that is not known.
+def orientation_by_peft(version: str | None, stored: StoredAs) -> Orientation | None:
+    """Return how this PEFT writes a parameter that is stored so, or None where that is not known.
 
     Not known: no version, one before 0.17, which cannot train stacked parameters, one newer than any that was
-    measured, and the builds between 0.19.0 and 0.19.1, where the change fell. A development build counts as
-    what lies on both sides of it; post releases and local builds as their release.
-    Source: PEFT 0.17.0 to 0.21.2, tuners/lora/layer.py ParamWrapper; config.py for "0.18.2.dev0@<commit>".
+    measured, and builds from between two releases that differ. A development build counts as what lies on both sides
+    of it; post releases and local builds as their release.
+    Source: PEFT config.py for versions such as "0.18.2.dev0@<commit>".
     """
     parts = _PEFT_VERSION.fullmatch(version or "")
     if parts is None:
         return None
     release = tuple(int(part or 0) for part in parts.group(1, 2, 3))
-    if not _FIRST_STACKING_PEFT <= release < _FIRST_UNKNOWN_PEFT:
+    reached = [
+        written[stored]
+        for (first, _), written in _PEFT_ERAS
+        if first < release or (first == release and not parts["unfinished"])
+    ]
+    left = [written[stored] for (_, last), written in _PEFT_ERAS if release <= last]
+    if not reached or not left or reached[-1] is not left[0]:
         return None
-    if release == _FIRST_STANDARD_PEFT and parts["unfinished"]:
-        return None
-    return Orientation.SWAPPED if release < _FIRST_STANDARD_PEFT else Orientation.STANDARD
+    return left[0]

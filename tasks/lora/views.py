@@ -24,6 +24,15 @@ class View:
         shape = (*self.shape[:axis], end - begin, *self.shape[axis + 1 :])
         return View(self.offset + begin * self.strides[axis], shape, self.strides)
 
+    def share(self, axis: int, place: int, count: int, *, interleaved: bool) -> View:
+        """Return one of `count` equal shares of an axis, which lie one after the other or take turns."""
+        size = self.shape[axis] // count
+        if not interleaved:
+            return self.narrow(axis, place * size, (place + 1) * size)
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        strides = (*self.strides[:axis], count * self.strides[axis], *self.strides[axis + 1 :])
+        return View(self.offset + place * self.strides[axis], shape, strides)
+
     def permute(self, *axes: int) -> View:
         """Return the same elements with the axes in another order."""
         return View(
