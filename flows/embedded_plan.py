@@ -12,9 +12,10 @@ from flows.deploy import POOL
 from flows.embedded_config import EmbeddedConfig, EngineSpec, OneShot
 from flows.embedded_health import is_answering, is_engine_ready, is_worker_online
 from flows.ports import GRPC_OFFSET, LOOPBACK
-from flows.services import PrefectService, StoreService
+from flows.services import PrefectService, StoreService, engine_json_path
 from flows.supervisor import ChildSpec
 from roster.serving_engine import engine_command, engine_environment
+from tasks.bpb.engine_faults import explain_log
 
 REGION = "us-east-1"
 STORE, PREFECT, WORKER = "store", "prefect", "worker"
@@ -199,7 +200,7 @@ def _plan_engine(
     environment: Mapping[str, str],
 ) -> ChildSpec:
     name = _engine_name(engine)
-    engine_json = config.home / "engines" / f"{engine.base}.json"
+    engine_json = engine_json_path(config.home, engine.base)
     inherited = _without(environment, (*_OWN_PREFIXES, *_ENGINE_DROPPED))
     return ChildSpec(
         name=name,
@@ -235,6 +236,7 @@ def _plan_engine(
         restarts=2,
         stop_grace_s=10,
         after=(STORE,),
+        explain=explain_log,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flows.processes import is_same_process, read_start_ticks
+from roster.serving_engine import EngineInfo
 
 SERVICES_FILE = "services.json"
 LOCK_FILE = "supervisor.lock"
@@ -120,6 +121,21 @@ def read_services(home: Path) -> Services | None:
     """
     services = read_document(home / SERVICES_FILE, Services)
     return services if services is not None and is_same_process(services.pid, services.start_ticks) else None
+
+
+def read_untested(home: Path, services: Services) -> dict[str, tuple[str, ...]]:
+    """By base, what of its running engine's way of serving nobody has verified; bases without such are left out.
+
+    Raises:
+        StateUnreadableError: an engine.json is damaged.
+    """
+    told = {base: read_document(engine_json_path(home, base), EngineInfo) for base in services.engines}
+    return {base: info.untested for base, info in told.items() if info is not None and info.untested}
+
+
+def engine_json_path(home: Path, base: str) -> Path:
+    """Where the embedded engine of a base writes what it says of itself."""
+    return home / "engines" / f"{base}.json"
 
 
 def read_owner(home: Path) -> Owner | None:

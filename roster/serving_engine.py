@@ -9,13 +9,24 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+VERIFIED_VLLM = "0.32.0"
+"""The vLLM release that everything here was written and measured against."""
+
 
 class EngineInfo(BaseModel):
     """engine.json: what a running vLLM server says of itself, written by our plugin inside it.
 
     `served_model` holds the base model's served name. `device` is vLLM's device type; `dtype` and `lora_dtype` are
-    torch names such as "float32". `lora_modules` are the full names of the modules that LoRA is applied to, sorted.
-    `cpu_moe_plugin`: our CPU expert LoRA is active in the process that computes.
+    torch names such as "float32". `cpu_moe_plugin`: our CPU expert LoRA is active in the process that computes.
+
+    How an adapter's tensors are found: `architecture` is the class of the served model. `lora_modules` are the full
+    names of the modules that are wrapped for LoRA, sorted (of the first stage alone where a pipeline holds the layers);
+    of these, factors on `ineffective_modules` change nothing.
+    `packed_modules`: last component of a wrapped module that takes its parts' factors instead of its own -> the last
+    components of those parts. `expert_modules`: full name of a wrapped experts module -> its routed experts.
+    `expert_projections`: what the projections of one expert are called, none where stacked experts alone are taken.
+    `stacked_experts`: stacked ones are taken. `native_3d`: the class takes them without the mixed format, and then
+    nothing else.
     """
 
     model_config = ConfigDict(
@@ -39,8 +50,17 @@ class EngineInfo(BaseModel):
     fully_sharded_loras: bool
     prefix_caching: bool
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
     expert_parallel: bool
+    architecture: str
+    native_3d: bool
     lora_modules: tuple[str, ...]
+    ineffective_modules: tuple[str, ...]
+    packed_modules: dict[str, tuple[str, ...]]
+    expert_modules: dict[str, int]
+    expert_projections: tuple[str, ...]
+    stacked_experts: bool
     cpu_moe_plugin: bool
     plugin_version: str
 
@@ -49,6 +69,23 @@ class EngineInfo(BaseModel):
         """16 hexadecimal digits over everything here but the served name: equal for engines that score alike."""
         text = self.model_dump_json(exclude={"served_model"})
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def untested(self) -> tuple[str, ...]:
+        """What of this engine's way of serving nobody has verified, one phrase each; scores of it may be wrong."""
+        parallel = (
+            ("tensor", self.tensor_parallel_size),
+            ("pipeline", self.pipeline_parallel_size),
+            ("data", self.data_parallel_size),
+        )
+        return (
+            *((f"vLLM {self.vllm_version}",) if self.vllm_version != VERIFIED_VLLM else ()),
+            *((f"device {self.device}",) if self.device != "cpu" else ()),
+            *(f"{kind} parallelism over {size} processes" for kind, size in parallel if size != 1),
+            *(("expert parallelism",) if self.expert_parallel else ()),
+            *(("fully sharded LoRA",) if self.fully_sharded_loras else ()),
+            *((f"quantization {self.quantization}",) if self.quantization is not None else ()),
+        )
 
 
 def engine_command(

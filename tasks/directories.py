@@ -91,7 +91,7 @@ def convert_directory(
 
         plan = plan_conversion(found.layout, TargetFormat(format))
         made = convert_adapter(found.files, plan, destination, progress)
-        record |= conversion_record(made, found.layout.family)
+        record |= conversion_record(made, found.layout.base.served)
         return record | {"adapter_digest": own.result()}
 
 
@@ -130,18 +130,19 @@ def migrate_directory(
 def check_directories(
     source: Path, destination: Path, base: KnownBase, *, packing: str | None
 ) -> CheckReport:
-    """Every check of a conversion, passed or not.
+    """Every check of a conversion, passed or not; where its keys lead, by what this repository keeps of the engine.
 
     Raises:
         AdapterError, InvalidDocument: one of the two directories cannot be read at all; the message names it.
     """
     from tasks.lora.check import check_conversion
+    from tasks.served import list_witnesses
 
     found, _ = _inspect(source, base, packing=packing, header_only=False)
     open_adapter(destination, label=str(destination))
     config = read_adapter_config(destination, label=str(destination))
     made = TargetFormat.STACKED if config.target_parameters else TargetFormat.PER_EXPERT
-    return check_conversion(found.files, destination, found.layout, made)
+    return check_conversion(found.files, destination, found.layout, made, list_witnesses(None, base.config))
 
 
 def adapter_digest(directory: Path) -> str:

@@ -35,11 +35,14 @@ from flows.services import (
     Services,
     StateUnreadableError,
     StoreService,
+    engine_json_path,
     this_process,
     utc_now,
+    write_document,
 )
 from flows.supervisor import ChildFailedError
 from flows.up import EngineIncomplete
+from roster.serving_engine import EngineInfo
 from storage.bases import read_base
 from storage.errors import StoreUnavailable
 from storage.s3 import S3Store
@@ -55,6 +58,7 @@ COMMANDS = (
     *("status", "up", "down", "sync", "rebuild", "policy set", "policy show", "policy clear"),
     "migrate",
 )
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 EXPLAIN_THEMSELVES = ("ready", "show", "why", "status", "down", "sync", "rebuild", "policy show")
 
 
@@ -666,6 +670,7 @@ STATUS_KEYS = {
     *(
         "home",
         "services",
+        "untested",
         "store",
         "catalog_fault",
         "synced_at",
@@ -695,6 +700,33 @@ def test_status(offline: Roster, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("ROSTER_STORE_ENDPOINT", "http://store:9000")
     assert "store: http://store:9000, Prefect: none (as set)\n" in offline("status").out
+
+
+def running_services() -> Services:
+    return Services(
+        pid=this_process().pid,
+        start_ticks=this_process().start_ticks,
+        started_at=utc_now(),
+        store=StoreService(endpoint="http://s", bucket="b", access_key="a", secret_key="s", region="r"),
+        prefect=PrefectService(api_url="http://p/api", ui_url="http://p"),
+        engines={"tiny": "http://127.0.0.1:8000"},
+        logs={},
+    )
+
+
+def test_status_names_what_nobody_verified_of_an_engine(offline: Roster) -> None:
+    engine_json = engine_json_path(offline.home, "tiny")
+    write_document(offline.home / SERVICES_FILE, running_services())
+    info = EngineInfo.model_validate_json((EXAMPLES / "engine.json").read_text())
+    write_document(engine_json, info)
+    assert offline("status", "--json").document["untested"] == {}
+    assert "not verified" not in offline("status").out
+    write_document(engine_json, info.model_copy(update={"device": "cuda", "tensor_parallel_size": 2}))
+    assert offline("status", "--json").document["untested"] == {
+        "tiny": ["device cuda", "tensor parallelism over 2 processes"]
+    }
+    said = "engine of tiny: not verified by anybody: device cuda, tensor parallelism over 2 processes\n"
+    assert said in offline("status").out
 
 
 def test_status_speaks_even_when_the_catalog_is_damaged(offline: Roster) -> None:
@@ -1051,15 +1083,7 @@ def test_every_example_of_the_documentation_runs(
 
     def start(config: Any, **_: object) -> Services:
         started.append(config)
-        return Services(
-            pid=this_process().pid,
-            start_ticks=this_process().start_ticks,
-            started_at=utc_now(),
-            store=StoreService(endpoint="http://s", bucket="b", access_key="a", secret_key="s", region="r"),
-            prefect=PrefectService(api_url="http://p/api", ui_url="http://p"),
-            engines={"tiny": "http://127.0.0.1:8000"},
-            logs={},
-        )
+        return running_services()
 
     monkeypatch.setattr("flows.embedded.start_detached", start)
     monkeypatch.setenv("ROSTER_ENGINE_PYTHON", sys.executable)

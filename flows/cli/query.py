@@ -133,13 +133,14 @@ def sql(query: str, /, *, json: AsJson = False) -> None:
 
 def status(*, json: AsJson = False) -> int:
     """Say what runs here, what is on its way, what waits and what needs a person."""
-    from flows.services import read_owner, read_services
+    from flows.services import read_owner, read_services, read_untested
     from flows.settings import load_settings
     from roster.catalog import open_catalog
     from roster.errors import CatalogMissing, RosterError
 
     settings = load_settings()
     services, owner = read_services(settings.home), read_owner(settings.home)
+    untested = read_untested(settings.home, services) if services else {}
     authors: list[AuthorRow] = []
     waiting: list[WaitingRow] = []
     problems: list[ProblemRow] = []
@@ -156,6 +157,7 @@ def status(*, json: AsJson = False) -> int:
     document = {
         "home": str(settings.home),
         "services": list(services.addresses) if services else None,
+        "untested": {base: list(parts) for base, parts in untested.items()},
         "store": settings.store_endpoint,
         "catalog_fault": str(fault) if fault else None,
         "synced_at": synced_at,
@@ -168,6 +170,8 @@ def status(*, json: AsJson = False) -> int:
     def show() -> None:
         if services:
             say(f"running: {', '.join(services.addresses)}")
+            for base, parts in untested.items():
+                say(f"engine of {base}: not verified by anybody: {', '.join(parts)}")
         elif owner:
             say(f"the embedded services of {settings.home} are starting or stopping, process {owner.pid}")
         elif settings.store_endpoint:

@@ -1,7 +1,7 @@
 """Plugin `adapter_roster_publish`: a running engine tells which vLLM it is and how it applies LoRA (engine.json).
 
 Written once per server, by the process that holds the LoRA manager, as soon as the model's modules are wrapped; and
-before that, the wrapped routers are put where the experts look for them (`routers`), so that engine.json is true.
+before that, wrapped layers are put wherever the model calls them from (`routers`), so that engine.json is true.
 Nothing of vLLM is imported before `register` runs, for the reason given in `cpu_moe`.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from roster.engine_plugin import cpu_moe
 from roster.engine_plugin.errors import PluginMissingError, PublishSettingsError
+from roster.engine_plugin.lora_names import list_experts, list_ineffective, list_packed
 from roster.engine_plugin.routers import connect_routers
 from roster.engine_plugin.settings import PLUGIN_VERSION, PUBLISHED_LOG_LINE, PluginSettings
 from roster.serving_engine import EngineInfo
@@ -21,7 +22,7 @@ _WRAPPED = "_adapter_roster_publishes"
 
 
 def register() -> None:
-    """Have vLLM's LoRA manager connect its routers and publish engine.json; does nothing the second time.
+    """Have vLLM's LoRA manager connect its layers and publish engine.json; does nothing the second time.
 
     The manager then raises, which stops the engine: PluginMissingError when it would serve expert LoRA on a CPU
     without our expert plugin, and whatever `publish` raises.
@@ -49,13 +50,12 @@ def describe_engine(manager: Any, vllm_config: Any) -> EngineInfo:
     Raises PluginMissingError when experts are wrapped for LoRA on a CPU without our expert plugin.
     """
     import vllm
-    from vllm.lora.layers import FusedMoEWithLoRA
     from vllm.platforms import current_platform
 
     model, lora, parallel = vllm_config.model_config, vllm_config.lora_config, vllm_config.parallel_config
     cpu_moe_plugin = bool(current_platform.is_cpu()) and cpu_moe.is_active()
-    wraps_experts = any(isinstance(module, FusedMoEWithLoRA) for module in manager.modules.values())
-    if current_platform.is_cpu() and wraps_experts and not cpu_moe_plugin:
+    experts = list_experts(manager)
+    if current_platform.is_cpu() and experts.modules and not cpu_moe_plugin:
         raise PluginMissingError(model.served_model_name)
     return EngineInfo(
         vllm_version=vllm.__version__,
@@ -74,8 +74,17 @@ def describe_engine(manager: Any, vllm_config: Any) -> EngineInfo:
         fully_sharded_loras=lora.fully_sharded_loras,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
+        architecture=type(manager.model).__name__,
+        native_3d=bool(manager.model.is_3d_moe_weight),
         lora_modules=tuple(sorted(manager.modules)),
+        ineffective_modules=list_ineffective(manager),
+        packed_modules=list_packed(manager),
+        expert_modules=experts.modules,
+        expert_projections=experts.projections,
+        stacked_experts=experts.stacked,
         cpu_moe_plugin=cpu_moe_plugin,
         plugin_version=PLUGIN_VERSION,
     )

@@ -9,10 +9,12 @@ from pathlib import Path
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-PLUGIN_VERSION = "2"
+from roster.serving_engine import VERIFIED_VLLM
+
+PLUGIN_VERSION = "3"
 """Version of what the plugins do to vLLM; part of engine.json, raised with every change that can move a score."""
 
-PINNED_VLLM = "0.32.0"
+PINNED_VLLM = VERIFIED_VLLM
 """The one vLLM version whose internals the CPU expert plugin was written and measured against."""
 
 CPU_MOE_LOG_LINE = "adapter-roster: CPU expert LoRA active"

@@ -22,12 +22,20 @@ from tasks.lora.errors import (
     MissingTensor,
     NonFinite,
     RoundTripMismatch,
+    UnresolvedKeys,
 )
-from tasks.lora.expected import list_expected, list_served
-from tasks.lora.families import TensorClass
+from tasks.lora.expected import list_expected, list_expected_modules, list_served
+from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.header import TensorSpec
 from tasks.lora.rebuild import Findings, compare_adapters
+from tasks.lora.resolve import (
+    ServedModules,
+    count_classes,
+    describe_unresolved,
+    describe_witnesses,
+    find_lost,
+)
 from tasks.lora.sources import AdapterLayout
 from tasks.lora.target import TargetFormat
 
@@ -48,6 +56,7 @@ class CheckName(StrEnum):
     SHARED_A = "shared_a"
     ZEROS = "zeros"
     ROUND_TRIP = "round_trip"
+    RESOLVES = "resolves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,7 @@ _FAILURES: dict[CheckName, tuple[str, type[AdapterError]]] = {
     CheckName.SHARED_A: ("one A for all projections of a parameter", DeltaMismatch),
     CheckName.ZEROS: ("zeros where the source has nothing", DeltaMismatch),
     CheckName.ROUND_TRIP: ("every number of the source, bit for bit", RoundTripMismatch),
+    CheckName.RESOLVES: ("keys that lead to modules of the engine", UnresolvedKeys),
 }
 
 
@@ -92,11 +102,13 @@ def check_conversion(
     converted: Path,
     layout: AdapterLayout,
     format: TargetFormat = TargetFormat.PER_EXPERT,
+    served: Sequence[ServedModules] = (),
 ) -> CheckReport:
     """Return the result of every check on the adapter in the folder `converted`.
 
-    source, layout: what it was converted from. format: what it was converted to. Reads all weights whole, one
-    parameter at a time. Raises like open_adapter and read_adapter_config where the converted folder cannot be read.
+    source, layout: what it was converted from. format: what it was converted to. served: what is known of the engine,
+    the best witness first; a key has to lead somewhere for one of them. Reads all weights whole, one parameter at a
+    time. Raises like open_adapter and read_adapter_config where the converted folder cannot be read.
     """
     output = open_adapter(converted, label=layout.label)
     config = read_adapter_config(converted, label=layout.label)
@@ -113,6 +125,7 @@ def check_conversion(
             _check_shared_a(findings),
             _check_zeros(findings, layout),
             _check_round_trip(source, findings),
+            _check_resolves(output, layout, served),
         ),
     )
 
@@ -131,11 +144,12 @@ def _check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: list[Ten
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(found.keys() - expected.keys())
     wrong = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    others = {spec.name for spec in list_expected_modules(layout)}
     # Where experts are stacked, each tensor holds a factor of several pairs.
-    routed = len(expected) - len(layout.modules)
-    pairs = layout.expert_pairs * (routed - len(missing)) // routed
+    routed = len(expected) - len(others)
+    pairs = layout.expert_pairs * (routed - len(set(missing) - others)) // routed
     faults = [*missing, *extra, *wrong]
-    detail = f"{layout.expert_pairs} expert pairs and {len(layout.modules)} other tensors, each once"
+    detail = f"{layout.expert_pairs} expert pairs and {len(others)} other tensors, each once"
     if faults:
         detail = (
             f"{len(missing)} tensors missing, {len(extra)} too many, {len(wrong)} of another shape or dtype"
@@ -218,7 +232,11 @@ def _list_fractions(findings: Findings) -> Iterator[tuple[str, float]]:
 
 def _check_shared_a(findings: Findings) -> CheckResult:
     count = len(findings.unshared)
-    detail = f"{count} parameters whose projections have different A" if count else "gate and up share A"
+    detail = (
+        f"{count} parameters whose projections have different A"
+        if count
+        else "projections of one parameter share A"
+    )
     where = findings.unshared[0] if count else ""
     return CheckResult(CheckName.SHARED_A, not count, detail, (("differing", count),), where)
 
@@ -243,3 +261,21 @@ def _check_round_trip(source: AdapterFiles, findings: Findings) -> CheckResult:
     where = findings.differing[0] if differing else ""
     figures = (("tensors", total), ("compared", compared), ("differing", differing))
     return CheckResult(CheckName.ROUND_TRIP, passed, detail, figures, where)
+
+
+def _check_resolves(
+    output: AdapterFiles, layout: AdapterLayout, served: Sequence[ServedModules]
+) -> CheckResult:
+    family = layout.family
+    names = [entry.name for entry in output.tensors]
+    lost = find_lost(names, served, family) if served else ()
+    faults = {one.name for one in lost}
+    reached = count_classes((name for name in names if name not in faults), family)
+    figures = (*reached, ("unresolved", len(lost)))
+    if lost:
+        detail, where = describe_unresolved(lost, len(names)), lost[0].name
+    elif served:
+        detail, where = f"{len(names)} keys lead to modules of {describe_witnesses(served)}", ""
+    else:
+        detail, where = f"nothing is known of {layout.base.served.architecture}: left to the engine", ""
+    return CheckResult(CheckName.RESOLVES, not lost, detail, figures, where)
