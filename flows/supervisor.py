@@ -24,6 +24,7 @@ from flows.processes import end_marked
 MARK_VARIABLE = "ROSTER_SUPERVISED"
 KEPT_LOGS = 3  # earlier logs of a child: name.log.1 is the one before the current
 _TAIL_BYTES = 8_192
+_EXPLAINED_BYTES = 262_144  # a traceback's cause may stand far above its last lines
 _TAIL_LINES = 20
 _POLL_S = 0.1
 _PROGRESS_S = 5.0
@@ -54,6 +55,10 @@ class ChildUnfitError(Exception):
     """Raised by a child's `ready`: it runs, but not as it must; restarting would not help."""
 
 
+def _say_nothing(log: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One child. Names are unique in a supervisor; `log` gets stdout and stderr, fresh at every start."""
@@ -69,6 +74,7 @@ class ChildSpec:
     stop_grace_s: float  # between SIGTERM and SIGKILL
     after: tuple[str, ...] = ()  # the names that must be ready first; they are stopped later than this child
     one_shot: bool = False  # ready when it has ended with status 0; `ready` is not asked
+    explain: Callable[[str], str] = _say_nothing  # what its log tells of a failure
 
 
 class _State(Enum):
@@ -260,8 +266,8 @@ class Supervisor:
         try:
             return child.spec.ready()
         except ChildUnfitError as unfit:
-            log = child.spec.log
-            raise ChildFailedError(child.spec.name, str(unfit), 1, log, read_tail(log)) from unfit
+            spec = child.spec
+            raise ChildFailedError(spec.name, str(unfit), 1, spec.log, _tell_end(spec)) from unfit
 
     def _fail(self, child: _Child, status: str) -> None:
         spec = child.spec
@@ -273,7 +279,7 @@ class Supervisor:
             child.failures.popleft()
         count = len(child.failures)
         if count > spec.restarts:
-            raise ChildFailedError(spec.name, status, count, spec.log, read_tail(spec.log))
+            raise ChildFailedError(spec.name, status, count, spec.log, _tell_end(spec))
         wait_s = min(self._first_backoff_s * 2 ** (count - 1), _LONGEST_BACKOFF_S)
         child.state = _State.BACKING_OFF
         child.start_again_at = now + wait_s
@@ -305,13 +311,15 @@ class Supervisor:
         return f"{self._mark};{spec.name};"
 
 
-def read_tail(log: Path) -> str:
-    """The last lines of a log, as text; empty if there is no log."""
-    if not log.exists():
+def _tell_end(spec: ChildSpec) -> str:
+    """The last lines of a child's log, and what the log tells; empty if there is none."""
+    if not spec.log.exists():
         return ""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        return "\n".join(stream.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+    with spec.log.open("rb") as stream:
+        stream.seek(max(0, spec.log.stat().st_size - _EXPLAINED_BYTES))
+        text = stream.read().decode(errors="replace")
+    tail = "\n".join(text[-_TAIL_BYTES:].splitlines()[-_TAIL_LINES:])
+    return "\n".join(part for part in (tail, spec.explain(text)) if part)
 
 
 def rotate_log(log: Path) -> None:

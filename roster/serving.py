@@ -85,8 +85,18 @@ class ServedFile(_Document):
     sha256: Digest
 
 
+class MinimumVllm(_Document):
+    """The first vLLM release that serves an adapter of this form and model class right; the report of before."""
+
+    version: str
+    report: str
+
+
 class Manifest(_Document):
-    """`serving/<author>/<output digest>/manifest.json`: what lies there, and where it comes from."""
+    """`serving/<author>/<output digest>/manifest.json`: what lies there, and where it comes from.
+
+    `minimum_vllm`: null where nothing is known, as in manifests that do not have it.
+    """
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     author: Name
@@ -99,6 +109,7 @@ class Manifest(_Document):
     max_lora_rank: int
     is_3d_lora_weight: bool
     needs_mixed_format: bool
+    minimum_vllm: MinimumVllm | None = None
     dtype: str
     layout: Layout
     files: tuple[ServedFile, ...] = Field(min_length=1)

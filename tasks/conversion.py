@@ -68,7 +68,7 @@ def convert(job: Job, inspected: Step) -> Step:
 
     def work() -> Result:
         found, own, control, kind = _convert_both(job, inspected)
-        record = conversion_record(own.files, found.layout.family)
+        record = conversion_record(own.files, found.layout.base.served)
         record["control"] = {
             "output_digest": control.output_digest,
             "kind": kind.value,

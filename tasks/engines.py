@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from prefect.client.orchestration import get_client
@@ -16,14 +16,8 @@ from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import engine_key
 from tasks.bpb.engine import Engine
 from tasks.bpb.engine_errors import EngineUnavailable
-from tasks.errors import (
-    EngineChanged,
-    EngineUnfit,
-    EngineUnverified,
-    LeaseLost,
-    LeaseNotGranted,
-    NoEngine,
-)
+from tasks.engine_fit import EngineNeeds, check_engine
+from tasks.errors import EngineChanged, EngineUnverified, LeaseLost, LeaseNotGranted, NoEngine
 from tasks.job import Job
 
 # A killed holder's slot is free again after this long.
@@ -36,10 +30,16 @@ UNVERIFIED = "none"
 
 def published_engine_id(job: Job) -> str:
     """The id of the engine that serves this base now, UNVERIFIED if it told nothing that we understand."""
+    info = published_engine(job)
+    return info.engine_id if info else UNVERIFIED
+
+
+def published_engine(job: Job) -> EngineInfo | None:
+    """What the engine that serves this base says of itself, None if nothing that we understand."""
     try:
-        return _read_engine(job).engine_id
+        return _read_engine(job)
     except EngineUnverified:
-        return UNVERIFIED
+        return None
 
 
 def require_same_engine(job: Job, engine_id: str) -> None:
@@ -53,35 +53,14 @@ def require_same_engine(job: Job, engine_id: str) -> None:
         raise EngineChanged(job.base.name, engine_id, now)
 
 
-def require_engine(job: Job, *, rank: int, mixed_format: bool) -> None:
-    """Return if the engine says of itself that it can serve this adapter and give scores that stand.
-
-    `mixed_format`: an adapter that is to be loaded is in a format that vLLM takes of this base in mixed mode only.
+def require_engine(job: Job, needs: Sequence[EngineNeeds]) -> None:
+    """Return if the engine says of itself that it can serve these adapters and give scores that stand.
 
     Raises:
         EngineUnverified: it published nothing, or nothing that we understand.
-        EngineUnfit: a setting is not what the adapter or the check needs; the message names it.
+        EngineUnfit, EngineTooOld: see `tasks.engine_fit.check_engine`.
     """
-    info = _read_engine(job)
-    served = job.base.document.served_model
-    needs = (
-        ("--enable-lora", "on", "on" if info.enable_lora else "off"),
-        ("--no-enable-prefix-caching", "given", "missing" if info.prefix_caching else "given"),
-        (
-            "--served-model-name",
-            served,
-            served if served in info.served_model else ", ".join(info.served_model),
-        ),
-    )
-    for setting, expected, found in needs:
-        if expected != found:
-            raise EngineUnfit(job.base.name, setting, expected, found)
-    if mixed_format and not info.mixed_moe_lora_format:
-        raise EngineUnfit(job.base.name, "--enable-mixed-moe-lora-format", "given", "missing")
-    if info.max_lora_rank < rank:
-        raise EngineUnfit(job.base.name, "--max-lora-rank", f"at least {rank}", str(info.max_lora_rank))
-    if info.device == "cpu" and not info.cpu_moe_plugin:
-        raise EngineUnfit(job.base.name, "the plugin for expert LoRA on CPU", "active", "not loaded")
+    check_engine(_read_engine(job), job.base.name, job.base.document.served_model, needs)
 
 
 @contextmanager

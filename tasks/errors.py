@@ -126,14 +126,30 @@ class LeaseLost(PipelineError):
 class EngineUnfit(PipelineError):
     """The running engine lacks something that this adapter or the check needs."""
 
-    def __init__(self, base: str, setting: str, expected: str, found: str) -> None:
-        super().__init__(base, setting, expected, found)
+    def __init__(self, base: str, setting: str, expected: str, found: str, advice: str) -> None:
+        super().__init__(base, setting, expected, found, advice)
         self.base, self.setting, self.expected, self.found = base, setting, expected, found
+        self.advice = advice
 
     def __str__(self) -> str:
         return (
             f"engine of base {self.base}: {self.setting}: expected {self.expected}, found {self.found}. "
-            "Restart it with that setting and retry."
+            f"{self.advice}, and retry."
+        )
+
+
+class EngineTooOld(PipelineError):
+    """The running engine is a release of vLLM that does not serve such adapters right."""
+
+    def __init__(self, base: str, adapter: str, expected: str, found: str, report: str) -> None:
+        super().__init__(base, adapter, expected, found, report)
+        self.base, self.adapter, self.expected, self.found = base, adapter, expected, found
+        self.report = report
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: vLLM: expected {self.expected} or newer for {self.adapter}, found "
+            f"{self.found}, which refuses it or serves it wrong ({self.report}). Upgrade the engine and retry."
         )
 
 

@@ -44,6 +44,7 @@ class Code(StrEnum):
     LAYOUT_CONFLICT = "layout_conflict"
     LAYOUT_UNDECIDED = "layout_undecided"
     DELTA_MISMATCH = "delta_mismatch"
+    UNRESOLVED_KEYS = "unresolved_keys"
     REFUSED_BY_ENGINE = "refused_by_engine"
     # waiting
     INCOMPLETE_UPLOAD = "incomplete_upload"
@@ -53,6 +54,7 @@ class Code(StrEnum):
     STORE_UNAVAILABLE = "store_unavailable"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     ENGINE_UNVERIFIED = "engine_unverified"
+    ENGINE_UNSUPPORTED = "engine_unsupported"
     ENGINE_FLAG_MISSING = "engine_flag_missing"
     OPPONENT_GONE = "opponent_gone"
     SOURCE_GONE = "source_gone"
@@ -107,6 +109,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     lora.ExpertsUntrained: Ruling(_Q, Code.EXPERTS_UNTRAINED),
     lora.RoundTripMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
     lora.DeltaMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
+    lora.UnresolvedKeys: Ruling(_Q, Code.UNRESOLVED_KEYS),
     # The upload and what it refers to.
     store.UploadIncomplete: Ruling(_W, Code.INCOMPLETE_UPLOAD),
     store.UploadChanged: Ruling(_W, Code.INCOMPLETE_UPLOAD),
@@ -127,12 +130,15 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     engine.EngineRefused: Ruling(_Q, Code.REFUSED_BY_ENGINE),
     engine.EngineUnavailable: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     engine.EngineProtocolError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    engine.EngineFlagMissing: Ruling(_S, Code.ENGINE_FLAG_MISSING),
+    engine.EngineUnsupported: Ruling(_S, Code.ENGINE_UNSUPPORTED),
     pipeline.NoEngine: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.LeaseNotGranted: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.LeaseLost: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.EngineChanged: Ruling(_S, ScoreCode.ENGINE_DRIFT),
     pipeline.EngineUnverified: Ruling(_S, Code.ENGINE_UNVERIFIED),
     pipeline.EngineUnfit: Ruling(_S, Code.ENGINE_FLAG_MISSING),
+    pipeline.EngineTooOld: Ruling(_S, Code.ENGINE_UNSUPPORTED),
     pipeline.OpponentRefused: Ruling(_S, Code.INTERNAL),
     pipeline.OpponentGone: Ruling(_S, Code.OPPONENT_GONE),
     pipeline.FilesDamaged: Ruling(_S, Code.INTERNAL),

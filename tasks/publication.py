@@ -75,6 +75,7 @@ def _manifest(job: Job, inspected: Step, converted: Step) -> Manifest:
         max_lora_rank=made["max_lora_rank"],
         is_3d_lora_weight=made["is_3d_lora_weight"],
         needs_mixed_format=made["needs_mixed_format"],
+        minimum_vllm=made.get("minimum_vllm"),
         dtype=made["dtype"],
         layout=Layout.model_validate(layout),
         files=tuple(ServedFile(**file) for file in made["files"]),

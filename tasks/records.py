@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from storage.training import Training
     from tasks.lora.check import CheckReport
     from tasks.lora.convert import ConvertedFiles
-    from tasks.lora.families import Family
+    from tasks.lora.family import ServedClass
     from tasks.lora.inspect import Inspection
     from tasks.lora.write import WrittenFile
 
@@ -75,8 +75,12 @@ def inspection_record(found: Inspection) -> dict[str, Any]:
     }
 
 
-def conversion_record(made: ConvertedFiles, family: Family) -> dict[str, Any]:
-    """A conversion. `needs_mixed_format`: the engine has to be started with --enable-mixed-moe-lora-format for it."""
+def conversion_record(made: ConvertedFiles, served: ServedClass) -> dict[str, Any]:
+    """A conversion. `needs_mixed_format`: the engine has to be started with --enable-mixed-moe-lora-format for it.
+
+    `minimum_vllm`: the first release that serves this form of this class right, and the report of before; None where
+    nothing is known.
+    """
     stacked = made.format is TargetFormat.STACKED
     return {
         "output_digest": written_digest(made.files),
@@ -84,11 +88,19 @@ def conversion_record(made: ConvertedFiles, family: Family) -> dict[str, Any]:
         "rank": made.rank,
         "max_lora_rank": made.max_lora_rank,
         "is_3d_lora_weight": stacked,
-        "needs_mixed_format": stacked != family.native_3d,
+        "needs_mixed_format": stacked != served.native_3d,
+        "minimum_vllm": _minimum_record(made.format, served),
         "dtype": made.dtype,
         "pairs": made.pairs,
         "files": file_records(made.files),
     }
+
+
+def _minimum_record(format: TargetFormat, served: ServedClass) -> dict[str, str] | None:
+    for one in served.minimum:
+        if one.format == format.value:
+            return {"version": one.version, "report": one.report}
+    return None
 
 
 def file_records(files: Iterable[WrittenFile]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -33,12 +32,20 @@ from tasks.bpb.measure import (
 )
 from tasks.bpb.opponents import Candidate, choose_opponents
 from tasks.conversion import ensure_converted
-from tasks.engines import leased_engine, published_engine_id, require_engine, require_same_engine
+from tasks.engine_fit import needs_of_manifest, needs_of_record
+from tasks.engines import (
+    leased_engine,
+    published_engine,
+    published_engine_id,
+    require_engine,
+    require_same_engine,
+)
 from tasks.errors import FilesDamaged, OpponentGone, OpponentRefused
 from tasks.job import Job, Result, run_step
 from tasks.judgement import find_drift
 from tasks.outcomes import Code
 from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
+from tasks.validation import require_resolved
 
 READINGS = "readings"
 """The input `for` of a scored step that compares two readings of an adapter, and judges nothing."""
@@ -100,10 +107,11 @@ def _score(
 
     def work() -> Result:
         opponents = tuple(_opponent(job, other) for other in wrong)
-        rank = max(_rank(converted.result), _rank(control))
-        require_engine(job, rank=rank, mixed_format=_needs_mixed_format(converted, opponents))
+        own = needs_of_record(job.label, converted.result)
+        require_engine(job, [own, *map(needs_of_manifest, opponents)])
         units = _units(job)
         subjects = _subjects(job, inspected, converted, opponents)
+        require_resolved(job, job.converted_path(str(converted.result["output_digest"])))
         with leased_engine(job) as engine:
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)
@@ -113,7 +121,7 @@ def _score(
             except EngineRefused as refused:
                 _explain_refusal(job, engine, prepared, converted, refused)
             require_same_engine(job, engine_id)
-        record = _record(job, engine_id, units, prepared, measured)
+        record = _record(job, engine_id, units, prepared, measured) | {"untested": _untested(job)}
         drift = find_drift(job, measured)
         return Result(Outcome.STOPPED, record | drift) if drift else Result(Outcome.DONE, record)
 
@@ -176,11 +184,6 @@ def _all_there(job: Job, chosen: Step) -> bool:
     )
 
 
-def _rank(made: Mapping[str, Any]) -> int:
-    """The rank of what a converted step made, the adapter or its control: two readings may differ in it."""
-    return int(made["rank"])
-
-
 def _units(job: Job) -> tuple[Unit, ...]:
     return merge_sets(
         [HeldoutUnits(one.ref, tuple(Unit(u.id, u.text, u.prompt) for u in one.units)) for one in job.heldout]
@@ -197,10 +200,6 @@ def _opponent(job: Job, chosen: Candidate) -> Manifest:
         return read_manifest(job.store, chosen.author, chosen.output_digest)
     except ObjectNotFound as error:
         raise OpponentGone(job.label, chosen.author, error.key) from error
-
-
-def _needs_mixed_format(converted: Step, opponents: tuple[Manifest, ...]) -> bool:
-    return bool(converted.result["needs_mixed_format"]) or any(one.needs_mixed_format for one in opponents)
 
 
 def _subjects(
@@ -260,6 +259,12 @@ def _explain_refusal(
         job.disk.drop(path)
         raise FilesDamaged(job.label, str(path), refused.message) from refused
     raise refused
+
+
+def _untested(job: Job) -> list[str]:
+    """What of the engine's way of serving nobody has verified."""
+    info = published_engine(job)
+    return list(info.untested) if info else []
 
 
 def _report(job: Job) -> Progress:

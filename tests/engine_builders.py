@@ -71,8 +71,13 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: Path, directory: Path, **flags: int) -> Iterator[RunningEngine]:
-    """A real vLLM server for `model`, started as the product starts it, gone at the end with all its children."""
+def running_engine(
+    model: Path, directory: Path, *, more: tuple[str, ...] = (), **flags: int
+) -> Iterator[RunningEngine]:
+    """A real vLLM server for `model`, started as the product starts it, gone at the end with all its children.
+
+    `more`: arguments that the product does not give.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,7 +88,12 @@ def running_engine(model: Path, directory: Path, **flags: int) -> Iterator[Runni
     environment = {**os.environ, **engine_environment(threads=1, engine_json=engine_json)}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, env=environment, stdout=sink, stderr=sink, start_new_session=True, cwd=directory
+            (*command, *more),
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            cwd=directory,
         )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -178,8 +178,21 @@ def add_tiny_base(store: S3Store, name: str = BASE, **changes: Any) -> None:
         target_format=TargetFormat.PER_EXPERT,
     )
     register_base(store, json.dumps(base_fields(**changes)).encode(), document)
+    put_document(store, engine_key(name), engine_of(name, **changes))
+
+
+def engine_of(name: str = BASE, **changes: Any) -> EngineInfo:
+    """What an engine says that serves a base of `base_fields`, as the example in the docs for its own sizes."""
     info = EngineInfo.model_validate_json((EXAMPLES / "engine.json").read_bytes())
-    put_document(store, engine_key(name), info.model_copy(update={"served_model": (name,)}))
+    sizes = base_fields(**changes)
+    first = [module for module in info.lora_modules if ".layers.0." in module]
+    outside = [module for module in info.lora_modules if ".layers." not in module]
+    layers = [
+        module.replace(".0.", f".{layer}.") for layer in range(sizes["num_hidden_layers"]) for module in first
+    ]
+    experts = {module: sizes["num_local_experts"] for module in layers if module.endswith(".experts")}
+    told = {"lora_modules": tuple(sorted(outside + layers)), "expert_modules": experts}
+    return info.model_copy(update=told | {"served_model": (name,)})
 
 
 def spoil_by_removing_a_factor(folder: Path) -> None:

@@ -113,7 +113,8 @@ def serve_stacked(desk: Desk, *, mixed: bool) -> None:
         base_document_key(BASE),
         document.model_copy(update={"target_format": TargetFormat.STACKED}),
     )
-    info = json.loads(desk.store.get(engine_key(BASE)).body) | {"mixed_moe_lora_format": mixed}
+    info = json.loads(desk.store.get(engine_key(BASE)).body)
+    info |= {"mixed_moe_lora_format": mixed, "stacked_experts": mixed}
     desk.store.put(engine_key(BASE), json.dumps(info).encode())
 
 

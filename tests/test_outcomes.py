@@ -42,11 +42,11 @@ ELSEWHERE = {
 QUARANTINED = """corrupt_or_partial empty_adapter ambiguous_upload unsupported_dtype pickle_refused unsupported_config
     unknown_family base_mismatch malformed_key missing_tensor unexpected_tensor shape_mismatch non_finite
     rank_unsupported no_expert_keys experts_untrained layout_conflict layout_undecided delta_mismatch
-    refused_by_engine no_effect not_better_than_base not_better_than_wrong control_not_worse"""
+    unresolved_keys refused_by_engine no_effect not_better_than_base not_better_than_wrong control_not_worse"""
 INCONCLUSIVE = "too_little_text margin_unclear no_opponent_and_no_control"
 WAITING = "incomplete_upload no_heldout unknown_base"
-STOPPED = """store_unavailable engine_unavailable engine_unverified engine_flag_missing engine_drift source_gone
-    opponent_gone disk_full internal"""
+STOPPED = """store_unavailable engine_unavailable engine_unverified engine_unsupported engine_flag_missing engine_drift
+    source_gone opponent_gone disk_full internal"""
 
 
 def classes(module: ModuleType) -> Iterator[type[Exception]]:

@@ -10,7 +10,14 @@ from typing import Self
 
 import httpx
 
-from tasks.bpb.engine_errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from tasks.bpb.engine_errors import (
+    EngineFlagMissing,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnavailable,
+    EngineUnsupported,
+)
+from tasks.bpb.engine_faults import Lack, find_fault
 from tasks.bpb.engine_wire import (
     NAN_OVER_HTTP,
     Answer,
@@ -85,7 +92,8 @@ class Engine:
 
         `is_3d`: its experts are in vLLM's fused format. Loading a name again from the same path is no error.
         Raises EngineRefused when a live server does not take the adapter, or has the name from another path;
-        EngineProtocolError when the server has no such route, or no directory at `path`.
+        EngineFlagMissing, EngineUnsupported when its message says that it would take no such adapter as it was
+        started, or at all; EngineProtocolError when the server has no such route, or no directory at `path`.
         """
         body = {"lora_name": name, "lora_path": path, "is_3d_lora_weight": is_3d}
         answer = self._send("POST", "/v1/load_lora_adapter", body)
@@ -99,10 +107,14 @@ class Engine:
             card.id == name and card.root == path for card in self._model_cards()
         ):
             return
+        message = error_message(answer.content)
+        if (known := find_fault(message)) is not None:
+            kind = EngineFlagMissing if known.fault.lack is Lack.SETTING else EngineUnsupported
+            raise kind(name, message, known.fault.cause, known.fault.advice)
         # vLLM answers 500 both for an adapter it cannot read and for an engine that has died.
         if answer.is_server_error and not self.is_healthy():
             raise self._unavailable("POST /v1/load_lora_adapter", answer)
-        raise EngineRefused(name, path, answer.status_code, error_message(answer.content))
+        raise EngineRefused(name, path, answer.status_code, message)
 
     def unload(self, name: str) -> None:
         """Have the server forget an adapter; one it does not know is no error.

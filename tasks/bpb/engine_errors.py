@@ -44,6 +44,40 @@ class EngineRefused(EngineError):
         )
 
 
+class EngineFlagMissing(EngineError):
+    """A server did not take an adapter because of how it was started; no adapter of this kind would have done."""
+
+    def __init__(self, name: str, message: str, cause: str, advice: str) -> None:
+        super().__init__(name, message, cause, advice)
+        self.name = name
+        self.message = message
+        self.cause = cause
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: expected the engine to load it, found: {self.message} That is the engine's setting, not the "
+            f"adapter: {self.cause}. {self.advice}."
+        )
+
+
+class EngineUnsupported(EngineError):
+    """A server did not take an adapter because its vLLM cannot; no adapter of this kind would have done."""
+
+    def __init__(self, name: str, message: str, cause: str, advice: str) -> None:
+        super().__init__(name, message, cause, advice)
+        self.name = name
+        self.message = message
+        self.cause = cause
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: expected the engine to load it, found: {self.message} That is this vLLM, not the adapter: "
+            f"{self.cause}. {self.advice}."
+        )
+
+
 class EngineProtocolError(EngineError):
     """The server answered something other than what it was asked for."""
 
