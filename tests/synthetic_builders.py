@@ -109,7 +109,6 @@ RENAMED = replace(
         _serve("MadeRenamedForConditionalGeneration", "language_model.model."),
     ),
     served_experts="layers.{layer}.block_sparse_moe.experts",
-    expert_sources=("layers.{layer}.moe.experts",),
     parameters=(
         replace(FAMILY.parameters[0], served=("w1", "w3")),
         replace(FAMILY.parameters[1], served=("w2",)),

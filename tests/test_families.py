@@ -22,7 +22,7 @@ from family_inventories import (
 from lora_builders import LABEL, save_adapter
 
 from tasks.lora.base import BaseConfig, read_base_config
-from tasks.lora.errors import BaseMismatch, UnexpectedTensor
+from tasks.lora.errors import UnexpectedTensor
 from tasks.lora.families import FAMILIES, find_family
 from tasks.lora.family import LayerKind, StoredAs, TensorClass
 from tasks.lora.inspect import inspect_adapter
@@ -147,8 +147,6 @@ def spell_out_inventory(inventory: Inventory, refused: tuple[str, ...]) -> dict[
         if item.name.endswith(refused):
             continue
         for layer in item.layers:
-            if has_its_keys_as_values(inventory, item, layer):
-                continue
             found[item.name.format(layer=layer)] = (*item.shape, item.kind == "bare")
     return found
 
@@ -218,14 +216,13 @@ def list_engine_modules(
                 end.replace(trainers, engines) if end.endswith(trainers) or end.startswith(trainers) else end
             )
         for layer in item.layers:
-            if not has_its_keys_as_values(inventory, item, layer):
-                yield layer, end
+            yield layer, end
+            if has_its_keys_as_values(inventory, item, layer):
+                yield layer, end.replace("k_proj", "v_proj")
 
 
 def plan_everything(inventory: Inventory, format: TargetFormat, folder: Path) -> ConversionPlan:
     tensors = stacked_adapter(inventory, without=REFUSED.get(inventory.name, ()))
-    if inventory.text.get("attention_k_eq_v"):
-        tensors = {key: tensor for key, tensor in tensors.items() if ".2.self_attn.k_proj" not in key}
     source = save_adapter(folder / "source", tensors, target_parameters=None)
     forced = Packing.RANK_MAJOR
     found = inspect_adapter(source, read(inventory), label=LABEL, forced=forced, header_only=True)
@@ -266,14 +263,6 @@ def test_what_the_engine_would_not_serve_as_trained_is_refused(name: str) -> Non
         assert caught.value.advice == "Train without this module, or serve the merged model."
 
 
-def test_keys_that_give_the_values_too_are_refused(tmp_path: Path) -> None:
-    """vLLM 0.32 models/gemma4.py loads the base's k_proj into both slices of qkv_proj, an adapter's into one."""
-    inventory = load_inventory("gemma4")
-    source = save_adapter(tmp_path / "source", stacked_adapter(inventory), target_parameters=None)
-    with pytest.raises(BaseMismatch, match=r"layers\.2\.self_attn\.k_proj.*expected a layer of sliding"):
-        inspect_adapter(source, read(inventory), label=LABEL, header_only=True)
-
-
 def test_what_each_row_serves() -> None:
     """The classes of tensors, so that one that is lost from a row is missed."""
     served = {family.name: {module.kind for module in family.modules} for family in FAMILIES}
@@ -311,4 +300,6 @@ def test_modules_of_one_layer_do_not_overlap() -> None:
             for template in found:
                 key = ModuleKey(layer, template, TensorClass.OTHER, Factor.A)
                 assert find_module(key, base).sources[0] == template
+        also = {name for item in base.family.modules for name in item.also_served}
+        assert also <= {item.served for item in base.family.modules}, "no key of an output is unknown"
         assert {LayerKind.ALL, LayerKind.SPARSE, LayerKind.DENSE} <= dict(base.kinds).keys()

@@ -99,3 +99,23 @@ def test_sizes_by_layer_and_flags_are_held_to_be_such(
         read_base_config(json.dumps({**inventory.config, field: value}).encode(), label="tiny-base")
     assert (caught.value.adapter, caught.value.where) == ("tiny-base", f"config.json: {where}")
     assert found in caught.value.found
+
+
+@pytest.mark.parametrize("null", [True, False])
+def test_number_of_heads_that_no_layer_has_of_its_own(null: bool) -> None:
+    """Source: transformers models/gemma4/configuration_gemma4.py, Gemma4TextConfig.__post_init__."""
+    inventory = load_inventory("gemma4")
+    [keys] = [module for module in read(inventory).family.modules if module.also_served]
+    assert read(inventory).size(keys.out_size) == 3 * 16, "of its own, and others have 2"
+    config = json.loads(inventory.encoded)
+    config["text_config"]["per_layer_config"] = {"2": {"head_dim": 16}}
+    if null:
+        config["text_config"]["num_global_key_value_heads"] = None
+    base = read_base_config(json.dumps(config).encode(), label="tiny-base")
+    assert base.size(keys.out_size) == 2 * 16
+    del config["text_config"]["num_key_value_heads"]
+    base = read_base_config(json.dumps(config).encode(), label="tiny-base")
+    with pytest.raises(InvalidBaseConfig) as caught:
+        base.size(keys.out_size)
+    names = "num_global_key_value_heads or per_layer_config.*.num_key_value_heads or num_key_value_heads"
+    assert (caught.value.where, caught.value.found) == (f"config.json: {names}", "nothing")

@@ -84,6 +84,7 @@ def short(template: str) -> str:
 
 def group(modules: Iterable[LinearModule]) -> str:
     """Modules of one parent in one go, `self_attn.{q_proj, k_proj}`, and what vLLM calls them where that differs."""
+    modules = list(modules)
     parents: dict[tuple[str, str], dict[str, str]] = {}
     for module in modules:
         parent, _, name = short(module.sources[0]).rpartition(".")
@@ -93,6 +94,10 @@ def group(modules: Iterable[LinearModule]) -> str:
     for (parent, there), names in parents.items():
         ours, theirs = spell(parent, names), spell(there, names.values())
         cells.append(ours if ours == theirs else f"{ours} → {theirs}")
+    for module in modules:
+        if module.also_served:
+            every = " and ".join(show(short(name)) for name in (module.served, *module.also_served))
+            cells.append(f"{module.layers.replace('_', ' ')}: {show(short(module.sources[0]))} → {every}")
     return "<br>".join(cells)
 
 

@@ -14,10 +14,10 @@ from tasks.lora.family import LayerKind, LayerRule
 from tasks.lora.layer_rules import (
     AfterDenseLayers,
     EveryLayer,
+    FlaggedLayers,
     ListedLayers,
     RangedLayers,
     SteppedLayers,
-    UnlessTrue,
     WordLayers,
 )
 
@@ -27,6 +27,7 @@ LISTED = ListedLayers("moe_layers", "interleave_moe_layer_step")
 RANGED = RangedLayers("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 WORDS = WordLayers(("layers_block_type", "hybrid_override_pattern"), ("moe", "E"))
 FULL = WordLayers(("layer_types",), ("full_attention",), "full_attention_interval")
+FULL_TYPES = WordLayers(("layer_types",), ("full_attention",))
 LINEAR = WordLayers(("layer_types",), ("linear_attention",), "full_attention_interval", others=True)
 
 
@@ -112,14 +113,17 @@ def test_rules_that_cannot_be_followed(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, [1]), ({"k_eq_v": False}, [1]), ({"k_eq_v": None}, [1]), ({"k_eq_v": True}, [])],
+    ("given", "flagged"),
+    [({}, False), ({"k_eq_v": False}, False), ({"k_eq_v": None}, False), ({"k_eq_v": True}, True)],
 )
-def test_layers_unless_a_field_is_true(given: dict[str, Any], expected: list[int]) -> None:
-    rule = UnlessTrue("k_eq_v", WordLayers(("layer_types",), ("full_attention",)))
-    family = replace(RENAMED, layer_kinds=((LayerKind.SEPARATE_VALUES, rule),), modules=())
+def test_layers_by_a_flag(given: dict[str, Any], flagged: bool) -> None:
+    kinds = {LayerKind.SEPARATE_VALUES: False, LayerKind.KEYS_AS_VALUES: True}
+    rules = tuple((kind, FlaggedLayers("k_eq_v", value, FULL_TYPES)) for kind, value in kinds.items())
+    family = replace(RENAMED, layer_kinds=rules, modules=())
     base = read_base_of(family, **RENAMED_FIELDS, **given)
-    assert [layer for layer in range(3) if base.has(layer, LayerKind.SEPARATE_VALUES)] == expected
+    for kind, value in kinds.items():
+        expected = [1] if value is flagged else []
+        assert [layer for layer in range(3) if base.has(layer, kind)] == expected
     with pytest.raises(InvalidBaseConfig) as caught:
         read_base_of(family, **RENAMED_FIELDS, k_eq_v="yes")
     assert (caught.value.where, caught.value.found) == ("config.json: k_eq_v", "'yes'")

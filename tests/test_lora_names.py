@@ -172,7 +172,7 @@ UNGATED_BASE = read_base_of(UNGATED, **UNGATED_FIELDS)
         ),
         ("1.block_sparse_moe.experts", StackedKey(1, "down_proj", Factor.B), "1.block_sparse_moe.experts"),
         ("2.mlp.experts.3.up_proj", ExpertKey(2, 3, "up_proj", Factor.B), "2.block_sparse_moe.experts.3.w3"),
-        ("2.moe.experts.3.w1", ExpertKey(2, 3, "gate_proj", Factor.B), "2.block_sparse_moe.experts.3.w1"),
+        ("2.mlp.experts.3.w1", ExpertKey(2, 3, "gate_proj", Factor.B), "2.block_sparse_moe.experts.3.w1"),
         (
             "2.block_sparse_moe.experts.0.w2",
             ExpertKey(2, 0, "down_proj", Factor.B),
@@ -208,8 +208,8 @@ def test_names_of_trainers_become_the_engines(
 @pytest.mark.parametrize(
     "path", ["1.moe.experts", "1.moe.experts.base_layer", "1.moe.experts.w1", "1.mlp.router"]
 )
-def test_names_that_only_other_kinds_of_files_have(path: str) -> None:
-    """Templates of older trainers' per-expert files say nothing of stacked ones."""
+def test_names_that_no_template_spells(path: str) -> None:
+    """An older template of one module says nothing of others."""
     with pytest.raises(UnexpectedTensor):
         parse_key(f"{LAYER}.{path}.lora_B.weight", RENAMED, LABEL)
 

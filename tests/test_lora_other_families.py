@@ -434,10 +434,10 @@ def test_scales_of_older_names(tmp_path: Path) -> None:
     """Per-expert files of an older trainer, whose patterns hold its own names."""
     served = halve(mean(RENAMED_BASE, FUSED))
     renamed = {
-        name.replace(SERVED, "base_model.model.model.layers").replace("block_sparse_moe", "moe"): each
+        name.replace(SERVED, "base_model.model.model.layers").replace("block_sparse_moe", "mlp"): each
         for name, each in served.items()
     }
-    patterns = {r"model\.layers\.1\.moe\.experts\.\d\.w1": 12, "block_sparse_moe.experts.0.w2": 9}
+    patterns = {r"model\.layers\.1\.mlp\.experts\.\d\.w1": 12, "block_sparse_moe.experts.0.w2": 9}
     found = look(tmp_path / "source", renamed, RENAMED_BASE, packing=None, alpha_pattern=patterns)
     scalings = {(pair.layer, pair.parameter): pair.scale.scaling for pair in found.layout.pairs}
     plain = dict.fromkeys(itertools.product((1, 2), ("gate_proj", "up_proj", "down_proj")), 2.0)

@@ -27,6 +27,7 @@ from lora_builders import (
     save_adapter,
     spell_out,
 )
+from synthetic_builders import INTERLEAVED, read_base_of
 
 from tasks.lora.check import check_conversion
 from tasks.lora.convert import convert_adapter, digest_adapter
@@ -151,7 +152,24 @@ def test_lone_square_pair_of_an_unknown_version_is_refused(
     assert caught.value.where == f"{PREFIX}.0.mlp.experts.lora_A.weight"
     assert "in = out" in caught.value.found
     assert "version of PEFT" in caught.value.expected
-    assert caught.value.advice
+    assert caught.value.advice.startswith("Train gate_up_proj and down_proj together")
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.21.2"])
+def test_lone_square_pair_of_a_parameter_that_some_transformers_mark(tmp_path: Path, version: str) -> None:
+    """peft#3112: from 0.19.0 on PEFT asks for a mark that the trainer's transformers may not have set."""
+    base = read_base_of(INTERLEAVED, hidden_size=4, moe_intermediate_size=4)
+    tensors = encode_alone(Logical(rank=2, hidden=4, inter=4), "down_proj")
+    if version == "0.18.1":
+        found = look(tmp_path / "source", tensors, base, r=2, peft_version=version)
+        assert found.orientation is Orientation.STANDARD
+        return
+    with pytest.raises(OrientationUndecided) as caught:
+        look(tmp_path / "source", tensors, base, r=2, peft_version=version)
+    assert (caught.value.adapter, caught.value.found) == (LABEL, "in = out = 4, and no such version")
+    assert caught.value.where == f"{PREFIX}.0.mlp.experts.lora_A.weight"
+    assert caught.value.expected.endswith("a version of PEFT that writes such a pair in one way")
+    assert caught.value.advice.endswith("or save one tensor per expert.")
 
 
 def test_layers_that_disagree_are_refused(tmp_path: Path) -> None:

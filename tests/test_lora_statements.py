@@ -334,13 +334,13 @@ def test_orientation_by_peft(version: str | None, expected: Orientation | None) 
     [
         ("0.17.0", STANDARD, STANDARD),
         ("0.18.1", STANDARD, STANDARD),
-        # Between 0.18.1 and 0.19.0.
+        # From 0.19.0 on PEFT asks for a mark that not every transformers sets.
         ("0.18.2.dev0@4f5c1a0", None, STANDARD),
         ("0.19.0.dev0", None, STANDARD),
-        ("0.19.0", SWAPPED, STANDARD),
+        ("0.19.0", None, STANDARD),
         ("0.19.1.dev0", None, None),
-        ("0.19.1", STANDARD, SWAPPED),
-        ("0.21.2", STANDARD, SWAPPED),
+        ("0.19.1", None, SWAPPED),
+        ("0.21.2", None, SWAPPED),
         ("0.16.9", None, None),
         ("0.22.0", None, None),
         (None, None, None),
@@ -378,7 +378,8 @@ def write_parameters() -> list[Any]:
 
 
 def check_orientations(version: str, written: dict[str, list[Any]]) -> None:
-    """Hold what a PEFT trained against what `orientation_by_peft` says of it."""
+    """Hold what a PEFT trained against what `orientation_by_peft` says of it, which is nothing where a mark counts."""
+    found_in = {}
     for stored in StoredAs:
         delta, a, b = map(torch.tensor, written[stored.value])
         if stored is not StoredAs.OUT_IN:
@@ -387,7 +388,10 @@ def check_orientations(version: str, written: dict[str, list[Any]]) -> None:
         orientation = STANDARD if products.shape == delta.shape else SWAPPED
         found = products if orientation is STANDARD else products.transpose(1, 2)
         assert torch.allclose(found, delta, atol=1e-5) and found.any(), stored
-        assert orientation_by_peft(version, stored) is orientation, stored
+        found_in[stored] = orientation
+    marked, unmarked = found_in[StoredAs.IN_OUT], found_in[StoredAs.UNMARKED_IN_OUT]
+    certain = found_in | {StoredAs.IN_OUT: marked if marked is unmarked else None}
+    assert {stored: orientation_by_peft(version, stored) for stored in StoredAs} == certain
 
 
 @pytest.mark.filterwarnings("ignore")

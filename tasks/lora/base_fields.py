@@ -43,6 +43,12 @@ class BaseFields:
 
     def optional_count(self, field: Field) -> int | None:
         """Return a whole number from zero on, or None; the first part that has any of its names is asked alone."""
+        number = self._find_count(field)
+        if number is None and field.otherwise is not None:
+            return self._find_count(Field((field.otherwise,)))
+        return number
+
+    def _find_count(self, field: Field) -> int | None:
         for part in self.parts:
             found: dict[str, int] = {}
             for path, value in (pair for name in field.names for pair in _walk(part, name)):

@@ -9,7 +9,13 @@ from tasks.lora.errors import UnsupportedDtype
 from tasks.lora.family import ExpertParameter
 from tasks.lora.header import TensorEntry, TensorGroup
 from tasks.lora.lines import Lines, find_lines, find_projection_lines
-from tasks.lora.names import Factor, StackedKey, format_served_expert_keys, format_served_key
+from tasks.lora.names import (
+    Factor,
+    StackedKey,
+    format_served_expert_keys,
+    format_served_key,
+    format_served_module_keys,
+)
 from tasks.lora.sources import AdapterLayout, ExpertPair
 from tasks.lora.views import View, whole
 
@@ -107,12 +113,13 @@ def list_stacked_blocks(
 
 
 def list_module_blocks(layout: AdapterLayout, layer: int) -> Iterator[PlannedBlock]:
-    """Yield the other factors of a layer as they are, under the names that the engine gives them."""
+    """Yield the other factors of a layer as they are, each under every name that the engine gives it."""
     for module in layout.modules:
         if module.layer == layer:
             entry = module.entry
-            group = TensorGroup((format_served_key(module.key, layout.base),), entry.dtype, entry.shape)
-            yield PlannedBlock(group, (Piece((entry,), whole(*entry.shape)),))
+            for name in format_served_module_keys(module.key, layout.base):
+                group = TensorGroup((name,), entry.dtype, entry.shape)
+                yield PlannedBlock(group, (Piece((entry,), whole(*entry.shape)),))
 
 
 def pairs_of(layout: AdapterLayout, layer: int, parameter: ExpertParameter) -> list[ExpertPair]:

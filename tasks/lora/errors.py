@@ -194,7 +194,9 @@ class LayoutConflict(AdapterError):
 class OrientationUndecided(AdapterError):
     """Both orientations fit every shape that there is."""
 
-    ADVICE = "Train gate_up_proj and down_proj together: their shapes decide it."
+    ADVICE = (
+        "Train gate_up_proj and down_proj together, whose shapes decide it, or save one tensor per expert."
+    )
 
 
 class RoleUndecided(AdapterError):

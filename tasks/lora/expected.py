@@ -14,6 +14,7 @@ from tasks.lora.names import (
     StackedKey,
     format_served_expert_keys,
     format_served_key,
+    format_served_module_keys,
     format_served_parameter,
 )
 from tasks.lora.sources import AdapterLayout, ExpertPair
@@ -50,8 +51,14 @@ def list_expected(layout: AdapterLayout, format: TargetFormat) -> Iterator[Tenso
             for factor in Factor:
                 for group in list_groups(layout, format, layer, parameter, factor):
                     yield from (TensorSpec(name, group.dtype, group.shape) for name in group.names)
+    yield from list_expected_modules(layout)
+
+
+def list_expected_modules(layout: AdapterLayout) -> Iterator[TensorSpec]:
+    """Yield those of them that belong to no routed expert; a factor that the engine wants twice is there twice."""
     for module in layout.modules:
-        yield TensorSpec(format_served_key(module.key, layout.base), module.entry.dtype, module.entry.shape)
+        for name in format_served_module_keys(module.key, layout.base):
+            yield TensorSpec(name, module.entry.dtype, module.entry.shape)
 
 
 def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedModule]:
@@ -67,8 +74,8 @@ def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedM
                 yield from (ServedModule(name, group.rank, pairs[0].scale.scaling) for name in names)
     for module in layout.modules:
         if module.key.factor is Factor.A:
-            name = _module_name(format_served_key(module.key, layout.base))
-            yield ServedModule(name, module.scale.rank, module.scale.scaling)
+            for name in format_served_module_keys(module.key, layout.base):
+                yield ServedModule(_module_name(name), module.scale.rank, module.scale.scaling)
 
 
 def list_groups(

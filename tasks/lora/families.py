@@ -12,7 +12,7 @@ from functools import partial
 
 from tasks.lora import family_modules as part
 from tasks.lora import layer_rules as rule
-from tasks.lora.family import ExpertParameter, Family, LayerKind, Proof, StoredAs, TensorClass, size_of
+from tasks.lora.family import Family, LayerKind, Proof, StoredAs, TensorClass, size_of
 from tasks.lora.family_modules import EXPERTS, HEADS, HIDDEN, INTERMEDIATE, MOE_INTERMEDIATE, NUMBERED
 
 _ATTENTION, _SHARED, _OTHER = TensorClass.ATTENTION, TensorClass.SHARED_EXPERTS, TensorClass.OTHER
@@ -38,12 +38,10 @@ _usual = partial(
 )
 
 # config.json of the first Qwens with delta nets has an interval instead of a list.
+_delta_net = partial(rule.WordLayers, ("layer_types",), interval_field="full_attention_interval")
 _DELTA_NET_LAYERS = (
-    (_FULL, rule.WordLayers(("layer_types",), ("full_attention",), "full_attention_interval")),
-    (
-        _LINEAR,
-        rule.WordLayers(("layer_types",), ("linear_attention",), "full_attention_interval", others=True),
-    ),
+    (_FULL, _delta_net(("full_attention",))),
+    (_LINEAR, _delta_net(("linear_attention",), others=True)),
 )
 
 _QWEN2_MOE = _usual(
@@ -228,15 +226,18 @@ _GPT_OSS = _usual(
 )
 
 # Experts beside the dense MLP, in every layer. Layers of full attention have heads of another size, and where
-# attention_k_eq_v is set no v_proj: there k_proj gives the values, too. vLLM copies the base's k_proj into both, but
-# not an adapter's: such a k_proj has no row, and is refused.
+# attention_k_eq_v is set no v_proj, but k_proj gives the values, too, with heads of another number. vLLM copies the
+# base's k_proj to both places, but not an adapter's.
 _FULL_HEAD = size_of("global_head_dim", "per_layer_config.*.head_dim")
+_GLOBAL_HEADS = size_of(
+    "num_global_key_value_heads", "per_layer_config.*.num_key_value_heads", otherwise="num_key_value_heads"
+)
 _FULL_LAYERS = rule.WordLayers(("layer_types",), ("full_attention",))
 _GEMMA4 = _usual(
     model_types=("gemma4", "gemma4_text"),
     decoders=("model.language_model.", _WRAPPED, "model."),
     served=(
-        _engine("Gemma4ForCausalLM", "gemma4", _READ, ("0.31.0", 41754), ("0.31.0", 50252)),
+        _engine("Gemma4ForCausalLM", "gemma4", _RUN, ("0.31.0", 41754), ("0.31.0", 50252)),
         _wrapped_engine(
             "Gemma4ForConditionalGeneration", "gemma4_mm", _READ, ("0.31.0", 41754), ("0.31.0", 50252)
         ),
@@ -252,6 +253,7 @@ _GEMMA4 = _usual(
             names=("k_proj", "v_proj"),
             key_value=size_of("num_key_value_heads") * _FULL_HEAD,
         ),
+        *part.keys_as_values(_GLOBAL_HEADS * _FULL_HEAD),
         part.linear("router", "proj", TensorClass.ROUTER, _SPARSE, HIDDEN, size_of("num_experts")),
         *part.gated_mlp("mlp", _OTHER, _ALL, INTERMEDIATE),
     ),
@@ -260,7 +262,8 @@ _GEMMA4 = _usual(
     layer_kinds=(
         (_SLIDING, rule.WordLayers(("layer_types",), ("sliding_attention",))),
         (_FULL, _FULL_LAYERS),
-        (LayerKind.SEPARATE_VALUES, rule.UnlessTrue("attention_k_eq_v", _FULL_LAYERS)),
+        (LayerKind.SEPARATE_VALUES, rule.FlaggedLayers("attention_k_eq_v", False, _FULL_LAYERS)),
+        (LayerKind.KEYS_AS_VALUES, rule.FlaggedLayers("attention_k_eq_v", True, _FULL_LAYERS)),
     ),
     patched_by_unsloth=True,
 )
@@ -357,14 +360,7 @@ _NEMOTRON_H = _usual(
     served=(_engine("NemotronHForCausalLM", "nemotron_h", _READ, ("0.15.0", 31923), None),),
     experts="layers.{layer}.mixer.experts",
     served_experts="layers.{layer}.mixer.experts",
-    parameters=(
-        ExpertParameter(
-            "up_proj", "base_layer.", HIDDEN, MOE_INTERMEDIATE, ("up_proj",), ("up_proj",), NUMBERED[:1]
-        ),
-        ExpertParameter(
-            "down_proj", "", MOE_INTERMEDIATE, HIDDEN, ("down_proj",), ("down_proj",), NUMBERED[2:]
-        ),
-    ),
+    parameters=part.plain_experts(MOE_INTERMEDIATE),
     modules=(
         *part.attention("mixer", layers=_FULL),
         part.linear(

@@ -25,13 +25,15 @@ class TensorClass(StrEnum):
 class Field:
     """A whole number of the base's config.json; of several spellings, those present must agree.
 
-    A spelling may be a path: `a.*.b` is the b of every entry of the object a, and those must agree, too.
+    A spelling may be a path: `a.*.b` is the b of every entry of the object a, and those must agree, too. otherwise: the
+    field that counts where there is none of these.
     """
 
     names: tuple[str, ...]
+    otherwise: str | None = None
 
     def __str__(self) -> str:
-        return " or ".join(self.names)
+        return " or ".join([*self.names, *([self.otherwise] if self.otherwise else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,16 @@ class Size:
         return " + ".join(" * ".join(map(str, product)) for product in self.products)
 
 
-def size_of(*names: str) -> Size:
-    """Return the dimension that one field of config.json holds, under any of these names."""
-    return Size(((Field(names),),))
+def size_of(*names: str, otherwise: str | None = None) -> Size:
+    """Return the dimension that one field of config.json holds, under any of these names, or another without it."""
+    return Size(((Field(names, otherwise),),))
 
 
 class LayerKind(StrEnum):
-    """Which layers of a model have a module."""
+    """Which layers of a model have a module.
+
+    SEPARATE_VALUES, KEYS_AS_VALUES: those whose attention computes its values, or takes its keys for them.
+    """
 
     ALL = "all"
     SPARSE = "sparse"
@@ -68,6 +73,7 @@ class LayerKind(StrEnum):
     LINEAR_ATTENTION = "linear_attention"
     SLIDING_ATTENTION = "sliding_attention"
     SEPARATE_VALUES = "separate_values"
+    KEYS_AS_VALUES = "keys_as_values"
 
 
 class ConfigFields(Protocol):
@@ -105,7 +111,8 @@ class LayerRule(Protocol):
 class StoredAs(StrEnum):
     """How transformers stores a stacked expert parameter, and whether PEFT knows; it decides PEFT's orientation.
 
-    IN_OUT: (experts, in, out), marked as transposed. UNMARKED_IN_OUT: the same, without the mark.
+    IN_OUT: (experts, in, out), marked as transposed by some versions of transformers. UNMARKED_IN_OUT: the same, by
+    none.
     """
 
     OUT_IN = "out_in"
@@ -139,7 +146,8 @@ class LinearModule:
     """A module with one pair of factors. Rows of one template differ in their layers.
 
     sources: the templates under which trainers save it, transformers 5's first. served: the engine's. parameter:
-    what PEFT names it after where transformers has a bare parameter there, such as "weight" of a router.
+    what PEFT names it after where transformers has a bare parameter there, such as "weight" of a router. also_served:
+    the engine's templates of further modules that get the same factors; each is the `served` of another row.
     """
 
     sources: tuple[str, ...]
@@ -149,6 +157,7 @@ class LinearModule:
     in_size: Size
     out_size: Size
     parameter: str | None = None
+    also_served: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +208,12 @@ class Family:
     model_types: as config.json names it, its text part's name too; the first is the family's name. decoders: what
     trainers' names have before the layers' templates, transformers 5's first. served: the engine's classes; the first
     is meant where a config.json of text alone names none, the last where one with a nested text_config does.
-    experts: templates of the stacked module; expert_sources: further ones, of per-expert files of older trainers.
-    layer_kinds: besides ALL, SPARSE and DENSE, which is every layer that is not sparse unless given here.
-    patched_by_unsloth: unsloth_zoo <= 2026.9.5 runs the experts with its own forward. layer_lists: fields with one
-    word or letter a layer, whose length counts as the number of layers, whatever num_hidden_layers says. unserved:
-    modules that are refused with a reason of their own; what stands nowhere is refused, too.
+    experts: the template of the stacked module; served_experts: the engine's. stored: as transformers has them.
+    expert_count: of the routed ones. sparse: which layers have them. layer_kinds: besides ALL, SPARSE and DENSE,
+    which is every layer that is not sparse unless given here. patched_by_unsloth: unsloth_zoo <= 2026.9.5 runs the
+    experts with its own forward. layer_lists: fields with one word or letter a layer, whose length counts as the number
+    of layers, whatever num_hidden_layers says. unserved: modules that are refused with a reason of their own; what
+    stands nowhere is refused, too.
     """
 
     model_types: tuple[str, ...]
@@ -219,7 +229,6 @@ class Family:
     patched_by_unsloth: bool
     layer_kinds: tuple[tuple[LayerKind, LayerRule], ...] = ()
     layer_lists: tuple[str, ...] = ()
-    expert_sources: tuple[str, ...] = ()
     unserved: tuple[UnservedModule, ...] = ()
 
     @property

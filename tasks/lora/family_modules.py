@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tasks.lora.family import (
     ExpertParameter,
     LayerKind,
@@ -74,6 +76,13 @@ def attention(
         linear(at, name, TensorClass.ATTENTION, layers, *sizes[name], served=layer(served or at, name))
         for name in names
     )
+
+
+def keys_as_values(key_value: Size) -> tuple[LinearModule, ...]:
+    """Return k_proj of an attention that takes its keys for the values; the engine has a v_proj all the same."""
+    layers, also = LayerKind.KEYS_AS_VALUES, (layer("self_attn", "v_proj"),)
+    [keys] = attention(layers=layers, names=("k_proj",), key_value=key_value)
+    return (replace(keys, also_served=also),)
 
 
 def router(
@@ -199,6 +208,15 @@ def gated_experts(
             served=served[2:],
             numbered=NUMBERED[2:],
         ),
+    )
+
+
+def plain_experts(size: Size) -> tuple[ExpertParameter, ...]:
+    """Return up, registered first, and down of experts without a gate, each a parameter of its own."""
+    up, down = _CANONICAL[1:2], _CANONICAL[2:]
+    return (
+        ExpertParameter(up[0], "base_layer.", HIDDEN, size, up, up, NUMBERED[:1]),
+        ExpertParameter(down[0], "", size, HIDDEN, down, down, NUMBERED[2:]),
     )
 
 

@@ -156,13 +156,14 @@ class WordLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class UnlessTrue:
-    """The layers of another rule, and none of them where a field is true.
+class FlaggedLayers:
+    """The layers of another rule where a field is true, or where it is not, as `value` says; else none.
 
     Source: transformers models/gemma4/modeling_gemma4.py, Gemma4TextAttention.
     """
 
     field: str
+    value: bool
     rule: LayerRule
 
     def __str__(self) -> str:
@@ -170,7 +171,7 @@ class UnlessTrue:
 
     def list_layers(self, fields: ConfigFields, layers: int) -> tuple[int, ...]:
         """Return them. Raises InvalidBaseConfig."""
-        return () if fields.is_true(self.field) else self.rule.list_layers(fields, layers)
+        return self.rule.list_layers(fields, layers) if fields.is_true(self.field) is self.value else ()
 
 
 def _first(fields: ConfigFields, name: str) -> int:

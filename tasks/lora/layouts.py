@@ -97,7 +97,7 @@ def decide_orientation(
         raise OrientationUndecided(
             adapter,
             pairs[0].where,
-            "a pair that fits one orientation only, or the version of PEFT that wrote it",
+            "a pair that fits one orientation only, or a version of PEFT that writes such a pair in one way",
             f"in = out = {pairs[0].in_size}, and no such version",
         )
     return by_version

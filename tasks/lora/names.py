@@ -175,16 +175,31 @@ def format_parameter(layer: int, parameter: str, family: Family) -> str:
 
 
 def format_served_key(key: ExpertKey | StackedKey | ModuleKey, base: BaseConfig) -> str:
-    """Return the name under which the engine takes a factor. Raises ValueError for a module that the layer lacks."""
+    """Return the name under which the engine takes a factor; of a module's several the first.
+
+    Raises ValueError for a module that the layer lacks.
+    """
     family = base.family
     match key:
         case ExpertKey(layer, expert, projection, factor):
             path = f"{family.served_experts}.{expert}.{_find_served(family, projection)}"
         case StackedKey(layer, parameter, factor):
             path = f"{family.served_experts}.{_find_wrapper(family, parameter)}".removesuffix(".")
-        case ModuleKey(layer, _, _, factor):
-            path = find_module(key, base).served
+        case ModuleKey():
+            return format_served_module_keys(key, base)[0]
     return _spell(base.served.decoder, path, layer, factor)
+
+
+def format_served_module_keys(key: ModuleKey, base: BaseConfig) -> tuple[str, ...]:
+    """Return every name under which the engine takes this one factor of a module, the module's own first.
+
+    Raises ValueError for a module that the layer lacks.
+    """
+    module = find_module(key, base)
+    return tuple(
+        _spell(base.served.decoder, path, key.layer, key.factor)
+        for path in (module.served, *module.also_served)
+    )
 
 
 def format_served_expert_keys(layer: int, projection: str, factor: Factor, base: BaseConfig) -> list[str]:
@@ -245,7 +260,7 @@ def _list_rules(family: Family) -> Iterator[_Rule]:
     def compile_rule(path: str) -> re.Pattern[str]:
         return _compile(f"{PREFIX}{{decoder}}{path}.{_FACTOR}", decoders, names)
 
-    for experts in dict.fromkeys([*stacked, *family.expert_sources]):
+    for experts in stacked:
         yield (
             compile_rule(f"{experts}.{{expert}}.{{projection}}"),
             lambda match: ExpertKey(

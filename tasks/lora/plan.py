@@ -1,8 +1,9 @@
 """The plan of a conversion: where every number of the output comes from. Frozen, printable, no tensor data.
 
 The output is in canonical order, whatever the order and the encoding of the source: wider dtypes first (so
-that each tensor stays aligned), then layer, parameter, A before B, projection, expert. Thus all encodings of
-one adapter become the same bytes, each source tensor is read once, and the file is written front to back.
+that each tensor stays aligned), then layer, parameter, A before B, projection, expert. What the engine wants twice
+stands side by side. Thus all encodings of one adapter become the same bytes, each source tensor is read once, and the
+file is written front to back.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tasks.lora.names import (
     format_key,
     format_parameter,
     format_served_key,
+    format_served_module_keys,
     format_served_parameter,
 )
 from tasks.lora.packing import PackingDecision
@@ -151,11 +153,13 @@ def _list_modules(layout: AdapterLayout, format: TargetFormat) -> Iterator[Targe
                 yield _find_stacked_module(layout, layer, parameter)
     for module in layout.modules:
         if module.key.factor is Factor.A:
-            name = _module_name(format_served_key(module.key, layout.base))
+            rank, scaling = module.scale.rank, module.scale.scaling
+            name, *others = map(_module_name, format_served_module_keys(module.key, layout.base))
             wrapped = find_module(module.key, layout.base).parameter
             if wrapped is not None:
                 wrapped = f"{_module_name(format_key(module.key, layout.family))}.{wrapped}"
-            yield TargetModule(name, module.scale.rank, module.scale.scaling, wrapped)
+            yield TargetModule(name, rank, scaling, wrapped)
+            yield from (TargetModule(other, rank, scaling) for other in others)
 
 
 def _list_expert_modules(

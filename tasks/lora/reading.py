@@ -17,7 +17,7 @@ from tasks.lora.errors import (
     NoExpertKeys,
     UnsupportedSourceFormat,
 )
-from tasks.lora.family import Family, LayerKind
+from tasks.lora.family import Family, LayerKind, LinearModule
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation
@@ -146,7 +146,13 @@ def _check_layers(frame: Frame, found: Mapping[ParsedKey, TensorEntry]) -> None:
         kinds = _list_kinds(frame.family, key)
         if not any(base.has(key.layer, kind) for kind in kinds):
             expected = " or ".join(f"a layer {_describe(kind)}" for kind in kinds)
-            raise BaseMismatch(frame.adapter, entry.name, expected, f"layer {key.layer}, which is not one")
+            where = f"layer {key.layer}, which is not one"
+            original = _find_original(base, key)
+            if original is None:
+                raise BaseMismatch(frame.adapter, entry.name, expected, where)
+            where += f": there {original.sources[0].format(layer=key.layer)} is used in its place, too"
+            advice = "Submit the adapter as it was trained; those factors are written twice at conversion."
+            raise BaseMismatch(frame.adapter, entry.name, expected, where, advice)
 
 
 def _describe(kind: LayerKind) -> str:
@@ -158,6 +164,17 @@ def _list_kinds(family: Family, key: ParsedKey) -> list[LayerKind]:
     if not isinstance(key, ModuleKey):
         return [LayerKind.SPARSE]
     return [module.layers for module in family.modules if module.sources[0] == key.template]
+
+
+def _find_original(base: BaseConfig, key: ParsedKey) -> LinearModule | None:
+    """Return the module of this layer whose factors are served in the place of those that a key means, too."""
+    rows = base.family.modules
+    if not isinstance(key, ModuleKey):
+        return None
+    served = {row.served for row in rows if row.sources[0] == key.template}
+    return next(
+        (row for row in rows if served & {*row.also_served} and base.has(key.layer, row.layers)), None
+    )
 
 
 def _match_modules(frame: Frame, modules: Mapping[ModuleKey, TensorEntry]) -> tuple[ModuleTensor, ...]:

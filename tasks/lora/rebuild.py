@@ -17,7 +17,7 @@ from tasks.lora.family import ExpertParameter, TensorClass
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.layouts import Orientation, Packing
-from tasks.lora.names import Factor, format_served_key
+from tasks.lora.names import Factor, format_served_module_keys
 from tasks.lora.rearrange import one_thread
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.target import TargetFormat
@@ -102,14 +102,15 @@ class _Comparison:
     def compare_modules(self, pair: tuple[ModuleTensor, ModuleTensor]) -> None:
         moved = []
         for module in pair:
-            name = format_served_key(module.key, self.layout.base)
-            if name not in self.entries:
+            names = format_served_module_keys(module.key, self.layout.base)
+            if not all(name in self.entries for name in names):
                 continue
-            tensor = self.new.read_tensor(self.entries[name])
+            tensors = [self.new.read_tensor(self.entries[name]) for name in names]
+            source = bits(self.old.read_tensor(module.entry))
             self.findings.compared += 1
-            if not torch.equal(bits(tensor), bits(self.old.read_tensor(module.entry))):
+            if not all(torch.equal(bits(tensor), source) for tensor in tensors):
                 self.findings.differing.append(module.entry.name)
-            moved.append(bool(self._note_values((name,), tensor.unsqueeze(0)).any()))
+            moved.append(bool(self._note_values(names, torch.stack(tensors)).all()))
         moved_both = len(moved) == len(pair) and all(moved)
         self.findings.trained.setdefault(pair[0].key.kind, []).append(moved_both)
 

@@ -9,6 +9,8 @@ from tasks.lora.config import AdapterConfig
 from tasks.lora.family import Family, StoredAs
 from tasks.lora.layouts import Orientation, Packing
 
+_Release = tuple[int, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingStatement:
@@ -57,8 +59,9 @@ _PEFT_VERSION = re.compile(
 )
 # PEFT's releases that write alike: the first, the last, and how. Source: PEFT tuners/lora/layer.py, ParamWrapper, whose
 # in_features are those of (experts, in, out) up to 0.18.1; of 0.19.0, the other way round for what transformers marks
-# as transposed; later, for what it does not mark. Run with 0.18.1, 0.19.0, 0.19.1 and 0.21.2, which agree.
-_PEFT_ERAS = (
+# as transposed; later, for what it does not mark. Run with 0.18.1, 0.19.0, 0.19.1 and 0.21.2, which agree. Whether a
+# parameter that is marked today was so for the trainer, no file says: from 0.19.0 on it can be either.
+_PEFT_ERAS: tuple[tuple[tuple[_Release, _Release], dict[StoredAs, Orientation | None]], ...] = (
     (
         ((0, 17, 0), (0, 18, 1)),
         {
@@ -71,7 +74,7 @@ _PEFT_ERAS = (
         ((0, 19, 0), (0, 19, 0)),
         {
             StoredAs.OUT_IN: Orientation.SWAPPED,
-            StoredAs.IN_OUT: Orientation.SWAPPED,
+            StoredAs.IN_OUT: None,
             StoredAs.UNMARKED_IN_OUT: Orientation.STANDARD,
         },
     ),
@@ -79,7 +82,7 @@ _PEFT_ERAS = (
         ((0, 19, 1), (0, 21, 999)),
         {
             StoredAs.OUT_IN: Orientation.STANDARD,
-            StoredAs.IN_OUT: Orientation.STANDARD,
+            StoredAs.IN_OUT: None,
             StoredAs.UNMARKED_IN_OUT: Orientation.SWAPPED,
         },
     ),
@@ -156,8 +159,9 @@ def orientation_by_peft(version: str | None, stored: StoredAs) -> Orientation | 
     """Return how this PEFT writes a parameter that is stored so, or None where that is not known.
 
     Not known: no version, one before 0.17, which cannot train stacked parameters, one newer than any that was
-    measured, and builds from between two releases that differ. A development build counts as what lies on both sides
-    of it; post releases and local builds as their release.
+    measured, builds from between two releases that differ, and releases that go by a mark of transformers which may
+    have been missing. A development build counts as what lies on both sides of it; post releases and local builds as
+    their release.
     Source: PEFT config.py for versions such as "0.18.2.dev0@<commit>".
     """
     parts = _PEFT_VERSION.fullmatch(version or "")
