@@ -21,7 +21,7 @@ from tasks.lora.convert import ConvertedFiles, convert_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
-from tasks.lora.plan import ConversionPlan, PlanKind, plan_control, plan_conversion
+from tasks.lora.plan import ConversionPlan, PlanKind, plan_control, plan_conversion, require_served
 from tasks.lora.target import TargetFormat
 from tasks.readings import provisional_packing, scores_statement
 from tasks.records import (
@@ -168,6 +168,7 @@ def target_format(job: Job) -> TargetFormat:
 def _convert_both(job: Job, inspected: Step) -> tuple[Inspection, Converted, Converted, PlanKind]:
     """The adapter as inspected, itself converted, its control converted, and what kind of control that is."""
     found, target = read_source(job, scores_statement(inspected)), target_format(job)
+    require_served(found.layout.base, target, job.label)
     plan = plan_conversion(found.layout, format=target)
     if found.undecided:
         other = read_source(job, provisional=provisional_packing(inspected).other)

@@ -87,8 +87,9 @@ def convert_directory(
         own = aside.submit(adapter_digest, source)
         found, record = _inspect(source, base, packing=packing, header_only=False)
         from tasks.lora.convert import convert_adapter
-        from tasks.lora.plan import plan_conversion
+        from tasks.lora.plan import plan_conversion, require_served
 
+        require_served(base.config, TargetFormat(format), found.layout.label)
         plan = plan_conversion(found.layout, TargetFormat(format))
         made = convert_adapter(found.files, plan, destination, progress)
         record |= conversion_record(made, found.layout.base.served)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from prefect import task
@@ -111,7 +112,8 @@ def _score(
         require_engine(job, [own, *map(needs_of_manifest, opponents)])
         units = _units(job)
         subjects = _subjects(job, inspected, converted, opponents)
-        require_resolved(job, job.converted_path(str(converted.result["output_digest"])))
+        own_path, _, *wrong_paths = (Path(subject.path) for subject in subjects if subject.path is not None)
+        require_resolved(job, own_path, wrong_paths)
         with leased_engine(job) as engine:
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)

@@ -22,8 +22,10 @@ from storage.s3 import S3Store
 from storage.submit import submit_upload
 from storage.training import Reference, Trainer, Training, parse_training
 from storage.uploads import Upload, read_upload
+from tasks.lora import target
 from tasks.lora.base import read_base_config
 from tasks.lora.base_fields import BASE_CONFIG_NAME
+from tasks.lora.plan import require_served
 
 
 def submit_adapter(
@@ -80,13 +82,14 @@ def add_base(
     per-expert at first.
 
     Raises:
-        InvalidName, UnknownFamily, InvalidBaseConfig: see `check_base_config`.
+        InvalidName, UnknownFamily, InvalidBaseConfig, UnsupportedConfig: see `check_base_config`.
         NoWeights, InvalidDocument, NameTaken, StoreUnavailable: see `storage.bases`.
     """
-    check_base_config(name, config)
     path = config / BASE_CONFIG_NAME if config.is_dir() else config
     known = find_base(store, name)
     before = known.document if known else None
+    format = _target_format(target_format, before)
+    check_base_config(name, config, format)
     document = BaseDocument(
         base=name,
         aliases=aliases or (before.aliases if before else ()),
@@ -94,7 +97,7 @@ def add_base(
         served_model=served_model,
         weights_digest=weights_digest(weights, progress) if weights else None,
         engine=BaseEngine(url=engine_url),
-        target_format=_target_format(target_format, before),
+        target_format=format,
     )
     return register_base(store, path.read_bytes(), document)
 
@@ -105,15 +108,17 @@ def _target_format(stated: str | None, before: BaseDocument | None) -> TargetFor
     return before.target_format if before else TargetFormat.PER_EXPERT
 
 
-def check_base_config(name: str, config: Path) -> None:
+def check_base_config(name: str, config: Path, format: TargetFormat) -> None:
     """Refuse what cannot be a base: `config` is its config.json or the directory that holds it.
 
     Raises:
         InvalidName: the name breaks the naming rule.
         UnknownFamily, InvalidBaseConfig: the config is not one we can convert for.
+        UnsupportedConfig: vLLM does not serve adapters of it in this form.
     """
     check_base(name)
-    read_base_config(config, label=f"base {name}")
+    label = f"base {name}"
+    require_served(read_base_config(config, label=label), target.TargetFormat(format.value), label)
 
 
 def _stated(

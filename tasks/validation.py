@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect import task
@@ -41,21 +42,28 @@ def check(job: Job, inspected: Step, converted: Step) -> Step:
     return run_step(job, StepKind.CHECKED, inputs, work)
 
 
-def require_resolved(job: Job, directory: Path) -> None:
+def require_resolved(job: Job, own: Path, others: Sequence[Path]) -> None:
     """Return if the running engine will use every key of a converted adapter, or has not told what it uses.
+
+    others: its opponents', which were found good when they were judged; what the engine leaves unused of theirs now
+    would make them easy to beat.
 
     Raises:
         EngineUnfit: its settings keep it from using some that its class could serve.
-        UnresolvedKeys: some lead nowhere, whatever the settings.
+        UnresolvedKeys: some of its own lead nowhere, whatever the settings.
     """
     info, base = published_engine(job), _read_base(job)
     if info is None:
         return
-    names = [entry.name for entry in open_adapter(directory, label=job.label).tensors]
-    check_resolved(job.label, names, list_witnesses(info, base), base.family)
-    gap = find_engine_gap(names, info, base)
-    if gap is not None:
-        raise EngineUnfit(job.base.name, gap.setting, gap.expected, gap.found, gap.advice)
+    check_resolved(job.label, _read_names(job, own), list_witnesses(info, base), base.family)
+    for directory in (own, *others):
+        gap = find_engine_gap(_read_names(job, directory), info, base)
+        if gap is not None:
+            raise EngineUnfit(job.base.name, gap.setting, gap.expected, gap.found, gap.advice)
+
+
+def _read_names(job: Job, directory: Path) -> list[str]:
+    return [entry.name for entry in open_adapter(directory, label=job.label).tensors]
 
 
 def _read_base(job: Job) -> BaseConfig:

@@ -1025,7 +1025,8 @@ def test_a_reader_that_goes_away_is_no_failure(desk: Path) -> None:
     home = desk / "home"
     write_catalog(home)
     for form in ("", "--json"):
-        query = f"'{PROGRAM}' sql 'SELECT range AS n FROM range(20000)' {form} | head -c 10; echo ${{PIPESTATUS[0]}}"
+        ask = f"'{PROGRAM}' sql \"SELECT repeat('ash', 900) AS n FROM range(99)\" {form}"
+        query = f"{ask} | head -c 10; echo ${{PIPESTATUS[0]}}"  # four times what a pipe holds
         ran = subprocess.run(
             ["bash", "-c", query],
             env=clean_environment(ROSTER_HOME=str(home)),

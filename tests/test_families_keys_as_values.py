@@ -195,7 +195,9 @@ def test_values_of_their_own_are_refused(tmp_path: Path) -> None:
         inspect(tmp_path, fill() | extra)
     error = caught.value
     assert (error.adapter, error.where) == (LABEL, f"{TRAINED}.v_proj.lora_A.weight")
-    assert error.expected == "a layer of sliding attention or a layer of separate values"
+    assert error.expected == (
+        "a layer of sliding attention with keys of its own or a layer of separate values"
+    )
     assert error.found == (
         "layer 2, which is not one: there layers.2.self_attn.k_proj is used in its place, too"
     )

@@ -226,7 +226,8 @@ def test_the_text_part_counts() -> None:
     base = read_base_of(RENAMED, **RENAMED_FIELDS, architectures=["MadeRenamedForConditionalGeneration"])
     text = base_fields(**RENAMED_FIELDS, model_type="made_renamed_text")
     wrong = {"hidden_size": 1, "num_experts": 9, "num_hidden_layers": 7, "layer_types": ["full_attention"]}
-    for outer in ({"model_type": "made_renamed"}, {"model_type": "siglip"}, {}):
+    named: dict[str, Any] = {"model_type": "siglip", "architectures": [base.served.architecture]}
+    for outer in ({"model_type": "made_renamed"}, named, {}):
         assert read_base_of(RENAMED, whole=outer | wrong | {"text_config": text}) == base
     # What only the whole has counts too.
     del text["vocab_size"]
@@ -263,6 +264,17 @@ def test_class_that_serves(architectures: Any, nested: bool, expected: ServedCla
     if architectures != "missing":
         whole = whole | {"architectures": architectures}
     assert read_base_of(RENAMED, whole=whole).served is expected
+
+
+@pytest.mark.parametrize("named", [None, []])
+def test_a_whole_that_no_row_knows_must_name_its_class(named: object) -> None:
+    """The engine would not take the class of the text inside for it, but look for one of its own."""
+    text = base_fields(**RENAMED_FIELDS, model_type="made_renamed_text")
+    whole = {"model_type": "siglip", "text_config": text, "architectures": named}
+    with pytest.raises(UnknownFamily) as caught:
+        read_base_of(RENAMED, whole=whole)
+    assert (caught.value.adapter, caught.value.where) == ("tiny-base", "config.json: architectures")
+    assert caught.value.found == "none in a 'siglip'" and WHOLE.architecture in caught.value.expected
 
 
 def test_class_that_no_row_knows() -> None:

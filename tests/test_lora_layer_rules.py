@@ -18,6 +18,7 @@ from tasks.lora.layer_rules import (
     ListedLayers,
     RangedLayers,
     SteppedLayers,
+    UnsharedLayers,
     WordLayers,
 )
 
@@ -28,6 +29,7 @@ RANGED = RangedLayers("moe_layer_start_index", "moe_layer_end_index", "moe_layer
 WORDS = WordLayers(("layers_block_type", "hybrid_override_pattern"), ("moe", "E"))
 FULL = WordLayers(("layer_types",), ("full_attention",), "full_attention_interval")
 FULL_TYPES = WordLayers(("layer_types",), ("full_attention",))
+OWN = UnsharedLayers("num_kv_shared_layers", EveryLayer())
 LINEAR = WordLayers(("layer_types",), ("linear_attention",), "full_attention_interval", others=True)
 
 
@@ -62,6 +64,8 @@ def list_layers(rule: LayerRule, layers: int, **fields: Any) -> tuple[int, ...]:
         (RANGED, 5, {"moe_layer_start_index": [1, 2], "moe_layer_end_index": [3, 4]}, (1, 2, 3)),
         (WORDS, 4, {"layers_block_type": ["moe", "mlp", "linear_attention", "moe"]}, (0, 3)),
         (WORDS, 5, {"hybrid_override_pattern": "M-*EE"}, (3, 4)),
+        (OWN, 4, {"num_kv_shared_layers": 3}, (0,)),
+        (OWN, 4, {"num_kv_shared_layers": None}, (0, 1, 2, 3)),
         (FULL, 4, {"full_attention_interval": 2}, (1, 3)),
         (LINEAR, 4, {"full_attention_interval": 2}, (0, 2)),
         # The list goes before the number.
@@ -98,6 +102,9 @@ def test_layers_of_a_rule(
         (WORDS, 3, {}, "layers_block_type or hybrid_override_pattern", "nothing"),
         (WORDS, 3, {"hybrid_override_pattern": "ME"}, "hybrid_override_pattern", "2"),
         (WORDS, 3, {"layers_block_type": ["moe", 1, "moe"]}, "layers_block_type", "['moe', 1, 'moe']"),
+        (OWN, 3, {"num_kv_shared_layers": 4}, "num_kv_shared_layers", "4"),
+        (OWN, 3, {"num_kv_shared_layers": -1}, "num_kv_shared_layers", "-1"),
+        (OWN, 3, {"num_kv_shared_layers": "1"}, "num_kv_shared_layers", "'1'"),
         (FULL, 3, {}, "full_attention_interval", "nothing"),
         (FULL, 3, {"full_attention_interval": 0}, "full_attention_interval", "0"),
     ],

@@ -15,7 +15,14 @@ from tasks.lora.base import BaseConfig, read_base_config
 from tasks.lora.errors import UnresolvedKeys
 from tasks.lora.family import TensorClass
 from tasks.lora.names import ExpertKey, Factor, ModuleKey, StackedKey, format_served_key
-from tasks.lora.resolve import ServedModules, check_resolved, find_lost, find_unresolved
+from tasks.lora.resolve import (
+    ServedModules,
+    check_resolved,
+    classify_name,
+    count_classes,
+    find_lost,
+    find_unresolved,
+)
 from tasks.lora.snapshots import (
     Snapshots,
     StackedExperts,
@@ -208,10 +215,58 @@ def test_what_neither_engine_nor_snapshot_has_is_the_adapters_fault() -> None:
     ],
 )
 def test_an_engine_of_another_kind_is_named(changes: dict[str, str], setting: str, found: str) -> None:
-    modules = [name for name in engine().lora_modules if "layers.1." not in name or "mlp" not in name]
-    info = engine(lora_modules=modules, expert_modules={"model.layers.0.mlp.experts": EXPERTS}, **changes)
+    """Whose second layer's experts have another name."""
+    modules = [name.replace(".1.mlp.experts", ".1.mlp.routed") for name in engine().lora_modules]
+    counts = {f"model.layers.{n}.mlp.{name}": EXPERTS for n, name in enumerate(("experts", "routed"))}
+    info = engine(lora_modules=modules, expert_modules=counts, **changes)
     gap = find_engine_gap(routed("model.", "mlp.experts"), info, BASE)
     assert gap is not None and (gap.setting, gap.found.split(" 48")[0]) == (setting, found)
+
+
+def test_modules_that_this_engine_does_not_apply_are_no_filter() -> None:
+    """Routers that a runner computes by itself, say; the class that is kept applies them."""
+    idle = "model.layers.1.mlp.gate"
+    info = narrowed("o_proj", "experts", "gate").model_copy(update={"ineffective_modules": (idle,)})
+    gap = find_engine_gap(RIGHT, info, BASE)
+    assert gap is not None and gap.advice and gap.setting == "ineffective_modules"
+    assert gap.found.startswith("2 of 66 keys that lead nowhere: 2 of router (")
+    assert f"{idle}.lora_A.weight: loaded by the engine, and not applied" in gap.found
+    check_resolved("elm/run-1", RIGHT, list_witnesses(info, BASE), FAMILY)
+
+
+def test_a_filter_by_full_names_is_no_other_model() -> None:
+    """vllm/lora/utils.py, is_in_target_modules: --lora-target-modules takes full names, too."""
+    modules = ["model.layers.0.mlp.experts", "model.layers.1.self_attn.qkv_proj"]
+    info = engine(lora_modules=modules, expert_modules={modules[0]: EXPERTS})
+    gap = find_engine_gap(RIGHT, info, BASE)
+    assert gap is not None and gap.setting == "--lora-target-modules"
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "count", "found"),
+    [
+        ((0, 1), 3, "3 experts in each of the layers 0 to 1"),
+        ((0, 1), 8, "8 experts in each of the layers 0 to 1"),
+        ((0,), EXPERTS, "4 experts in each of the layers 0"),
+        ((0, 1, 2, 4), EXPERTS, "4 experts in each of the layers 0 to 2, 4"),
+    ],
+)
+def test_an_engine_that_serves_another_model_is_named(
+    layers: tuple[int, ...], count: int, found: str, missing: bool
+) -> None:
+    """Of the same class: what is missing is no setting, and where nothing is missing it is no less wrong."""
+    counts = {f"model.layers.{n}.mlp.experts": count for n in layers}
+    info = engine(lora_modules=[*counts, "model.layers.0.self_attn.qkv_proj"], expert_modules=counts)
+    names = RIGHT if missing else experts("model.layers.0.mlp.experts", count=2)
+    assert bool(find_unresolved(names, served_by_engine(info), FAMILY)) is missing
+    gap = find_engine_gap(names, info, BASE)
+    assert gap is not None and gap.advice
+    assert (gap.setting, gap.expected, gap.found) == (
+        "the model",
+        "4 experts in each of the layers 0 to 1",
+        found,
+    )
 
 
 def test_one_stage_of_a_pipeline_is_no_witness() -> None:
@@ -347,6 +402,19 @@ def test_every_name_that_a_row_gives_is_one_that_its_classes_ask_for(name: str) 
         assert dropped_by_vllm(names, served) == set(found)
         moved = [key.replace(base.served.decoder, f"{base.served.decoder}text.", 1) for key in names]
         assert set(unresolved(moved, served)) == set(moved)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classes_are_counted_as_they_are_told_one_by_one(name: str) -> None:
+    base = read_base_config(load_inventory(name).encoded, label=name)
+    odd = keys("model.layers.01.mlp.gate", "model.layers.0.12.13")
+    names = [key for stacked in (False, True) for key in [*every_key(base, stacked=stacked), *odd]]
+    counts: dict[str, int] = {}
+    for key in names:
+        kind = classify_name(key, base.family)
+        counts[kind.value if kind else "unknown"] = counts.get(kind.value if kind else "unknown", 0) + 1
+    assert count_classes(names, base.family) == tuple(counts.items())
+    assert counts["unknown"] == 8 and counts["routed_experts"] > base.experts
 
 
 # Snapshots.

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from lora_builders import Logical, encode, save_adapter
 from pipeline_builders import BASE, Desk
 
 import tasks.scoring
@@ -108,6 +109,23 @@ def test_an_engine_that_changed_since_the_check_is_asked_again(
     monkeypatch.setattr("tasks.scoring.require_engine", restart)
     assert desk.ready("elm").name == "Stopped: engine_flag_missing"
     assert "16 of attention" in str(last(desk, StepKind.SCORED).result["reason"])
+
+
+def test_opponents_are_not_beaten_for_want_of_modules(desk: Desk) -> None:
+    """An engine that leaves out what only they have would serve them without it, and call that a margin."""
+    assert desk.ready("alder").name == "Ready"
+    desk.sync()
+    narrow(desk, "experts")
+    before = len(loads(desk))
+    logical = encode(Logical(seed=5))
+    desk.heldout("elm")
+    desk.submit("elm", save_adapter(desk.folder / "trained" / "elm", logical, lora_B_layout="rank_major"))
+    assert desk.run("elm").name == "Stopped: engine_flag_missing" and len(loads(desk)) == before
+    step = last(desk, StepKind.SCORED)
+    reason = str(step.result["reason"])
+    assert (
+        "--lora-target-modules" in reason and "16 of attention" in reason and step.outcome is Outcome.STOPPED
+    )
 
 
 def test_scores_of_an_unverified_way_of_serving_say_so(desk: Desk) -> None:

@@ -51,6 +51,7 @@ def up(
     from flows.embedded import start_detached
     from flows.settings import base_environment, load_settings
     from flows.up import embedded_config, register_served_base
+    from storage.bases import TargetFormat
     from tasks.submission import check_base_config
 
     settings = load_settings()
@@ -64,7 +65,7 @@ def up(
         target_format=target_format,
     )
     if base is not None and weights is not None:
-        check_base_config(base, weights)
+        check_base_config(base, weights, TargetFormat(target_format))
     services = start_detached(config, environment=base_environment(), announce=note)
     note("everything goes on in the background; stop it with: roster down")
     if base is not None and weights is not None:

@@ -127,19 +127,26 @@ def _find_family(fields: BaseFields) -> Family:
 
 
 def _find_served(fields: BaseFields, family: Family) -> ServedClass:
-    """The class that `architectures` names first; of a config that names none, by whether it has a text part."""
-    where = "architectures"
-    named = fields.parts[-1].get(where)
+    """The class that `architectures` names first; of a config that names none, by whether it has a text part.
+
+    A whole of a model_type that is not the family's has a class of its own, and must name it.
+    """
+    where, named = "architectures", fields.parts[-1].get("architectures")
     if named is None or named == []:
-        return family.served[0 if len(fields.parts) == 1 else -1]
-    if not isinstance(named, list) or not isinstance(named[0], str):
+        whole = fields.parts[-1].get("model_type")
+        if whole is None or whole in family.model_types:
+            return family.served[0 if len(fields.parts) == 1 else -1]
+        found = f"none in a {str(whole)[:_SHOWN]!r}"
+    elif not isinstance(named, list) or not isinstance(named[0], str):
         raise fields.invalid(where, "a list of names", repr(named))
-    served = next((item for item in family.served if item.architecture == named[0]), None)
-    if served is None:
-        known = ", ".join(item.architecture for item in family.served)
-        expected = f"one of {known}, which serve {family.name}"
-        raise UnknownFamily(fields.label, f"{BASE_CONFIG_NAME}: {where}", expected, repr(named[0])[:_SHOWN])
-    return served
+    else:
+        served = next((item for item in family.served if item.architecture == named[0]), None)
+        if served is not None:
+            return served
+        found = repr(named[0])[:_SHOWN]
+    known = ", ".join(item.architecture for item in family.served)
+    expected = f"one of {known}, which serve {family.name}"
+    raise UnknownFamily(fields.label, f"{BASE_CONFIG_NAME}: {where}", expected, found)
 
 
 def _count_layers(fields: BaseFields, family: Family) -> int:
@@ -163,7 +170,7 @@ def _list_numbers(fields: BaseFields, family: Family) -> Iterator[tuple[Field, i
         number = fields.optional_count(field)
         if number is None and _HEAD_DIM in field.names:
             number = _derive_head_dim(fields)
-        if number:
+        if number is not None:
             yield field, number
 
 

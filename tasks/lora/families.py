@@ -8,6 +8,7 @@ stands above its row. `docs/families.md` shows the table; `docs/add-a-family.md`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from tasks.lora import family_modules as part
@@ -16,7 +17,7 @@ from tasks.lora.family import Family, LayerKind, Proof, StoredAs, TensorClass, s
 from tasks.lora.family_modules import EXPERTS, HEADS, HIDDEN, INTERMEDIATE, MOE_INTERMEDIATE, NUMBERED
 
 _ATTENTION, _SHARED, _OTHER = TensorClass.ATTENTION, TensorClass.SHARED_EXPERTS, TensorClass.OTHER
-_ALL, _SPARSE, _DENSE = LayerKind.ALL, LayerKind.SPARSE, LayerKind.DENSE
+_ALL, _SPARSE, _DENSE, _LISTED = LayerKind.ALL, LayerKind.SPARSE, LayerKind.DENSE, LayerKind.LISTED_DENSE
 _FULL, _LINEAR, _SLIDING = LayerKind.FULL_ATTENTION, LayerKind.LINEAR_ATTENTION, LayerKind.SLIDING_ATTENTION
 
 _WRAPPED = "language_model.model."
@@ -63,9 +64,10 @@ _QWEN3_MOE = _usual(
     model_types=("qwen3_moe",),
     served=(_engine("Qwen3MoeForCausalLM", "qwen3_moe", _RUN, ("0.11.1", 18120), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
-    modules=(*part.attention(), *part.router("mlp", "gate", EXPERTS), *part.dense_mlp("mlp")),
+    modules=(*part.attention(), *part.router("mlp", "gate", EXPERTS), *part.dense_mlp("mlp", layers=_LISTED)),
     expert_count=EXPERTS,
     sparse=_STEPPED,
+    layer_kinds=((_LISTED, rule.ListedDenseLayers("mlp_only_layers", _STEPPED)),),
     patched_by_unsloth=True,
 )
 
@@ -169,6 +171,7 @@ _ABSORBED = part.unserved(
     "self_attn", ("kv_b_proj",), "one whose base weight vLLM folds into the attention, without the adapter"
 )
 
+_LATENT, _DIRECT = (rule.GivenLayers("q_lora_rank", given) for given in (True, False))
 _DEEPSEEK_V2 = _usual(
     model_types=("deepseek_v2",),
     served=(_engine("DeepseekV2ForCausalLM", "deepseek_v2", _READ, ("0.11.1", 10446), ("0.22.0", 42242)),),
@@ -182,17 +185,14 @@ _DEEPSEEK_V2 = _usual(
     unserved=_ABSORBED,
     expert_count=_ROUTED,
     sparse=_AFTER_DENSE,
+    layer_kinds=((LayerKind.LATENT_QUERIES, _LATENT), (LayerKind.DIRECT_QUERIES, _DIRECT)),
     patched_by_unsloth=False,
 )
 
-_DEEPSEEK_V3 = _usual(
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
     model_types=("deepseek_v3",),
     served=(_engine("DeepseekV3ForCausalLM", "deepseek_v2", _READ, ("0.11.1", 10446), ("0.22.0", 42242)),),
-    parameters=part.gated_experts(MOE_INTERMEDIATE),
-    modules=_DEEPSEEK_V2.modules,
-    unserved=_ABSORBED,
-    expert_count=_ROUTED,
-    sparse=_AFTER_DENSE,
     patched_by_unsloth=True,
 )
 
@@ -227,12 +227,14 @@ _GPT_OSS = _usual(
 
 # Experts beside the dense MLP, in every layer. Layers of full attention have heads of another size, and where
 # attention_k_eq_v is set no v_proj, but k_proj gives the values, too, with heads of another number. vLLM copies the
-# base's k_proj to both places, but not an adapter's.
+# base's k_proj to both places, but not an adapter's. The last layers may have neither, and take those of earlier ones.
 _FULL_HEAD = size_of("global_head_dim", "per_layer_config.*.head_dim")
 _GLOBAL_HEADS = size_of(
     "num_global_key_value_heads", "per_layer_config.*.num_key_value_heads", otherwise="num_key_value_heads"
 )
 _FULL_LAYERS = rule.WordLayers(("layer_types",), ("full_attention",))
+_SLIDING_LAYERS = rule.WordLayers(("layer_types",), ("sliding_attention",))
+_keys = partial(rule.UnsharedLayers, "num_kv_shared_layers")
 _GEMMA4 = _usual(
     model_types=("gemma4", "gemma4_text"),
     decoders=("model.language_model.", _WRAPPED, "model."),
@@ -246,7 +248,8 @@ _GEMMA4 = _usual(
     served_experts="layers.{layer}.experts",
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
-        *part.attention(layers=_SLIDING),
+        *part.attention(layers=_SLIDING, names=("q_proj", "o_proj")),
+        *part.attention(layers=LayerKind.SLIDING_KEYS, names=("k_proj", "v_proj")),
         *part.attention(layers=_FULL, names=("q_proj", "o_proj"), query=HEADS * _FULL_HEAD),
         *part.attention(
             layers=LayerKind.SEPARATE_VALUES,
@@ -260,10 +263,11 @@ _GEMMA4 = _usual(
     expert_count=size_of("num_experts"),
     sparse=rule.EveryLayer(),
     layer_kinds=(
-        (_SLIDING, rule.WordLayers(("layer_types",), ("sliding_attention",))),
+        (_SLIDING, _SLIDING_LAYERS),
+        (LayerKind.SLIDING_KEYS, _keys(_SLIDING_LAYERS)),
         (_FULL, _FULL_LAYERS),
-        (LayerKind.SEPARATE_VALUES, rule.FlaggedLayers("attention_k_eq_v", False, _FULL_LAYERS)),
-        (LayerKind.KEYS_AS_VALUES, rule.FlaggedLayers("attention_k_eq_v", True, _FULL_LAYERS)),
+        (LayerKind.SEPARATE_VALUES, rule.FlaggedLayers("attention_k_eq_v", False, _keys(_FULL_LAYERS))),
+        (LayerKind.KEYS_AS_VALUES, rule.FlaggedLayers("attention_k_eq_v", True, _keys(_FULL_LAYERS))),
     ),
     patched_by_unsloth=True,
 )

@@ -63,17 +63,23 @@ def size_of(*names: str, otherwise: str | None = None) -> Size:
 class LayerKind(StrEnum):
     """Which layers of a model have a module.
 
-    SEPARATE_VALUES, KEYS_AS_VALUES: those whose attention computes its values, or takes its keys for them.
+    LISTED_DENSE: those without experts, of a base that lists such. SLIDING_KEYS: those of sliding attention that
+    compute keys and values. SEPARATE_VALUES, KEYS_AS_VALUES: those of full attention that compute their values, or take
+    their keys for them. LATENT_QUERIES, DIRECT_QUERIES: those that compute their queries in two steps, or in one.
     """
 
     ALL = "all"
     SPARSE = "sparse"
     DENSE = "dense"
+    LISTED_DENSE = "listed_dense"
     FULL_ATTENTION = "full_attention"
     LINEAR_ATTENTION = "linear_attention"
     SLIDING_ATTENTION = "sliding_attention"
+    SLIDING_KEYS = "sliding_attention_with_keys_of_its_own"
     SEPARATE_VALUES = "separate_values"
     KEYS_AS_VALUES = "keys_as_values"
+    LATENT_QUERIES = "latent_queries"
+    DIRECT_QUERIES = "direct_queries"
 
 
 class ConfigFields(Protocol):
@@ -190,7 +196,7 @@ class ServedClass:
 
     architecture: as config.json's `architectures` name it. decoder: what precedes the layers' templates, with its dot.
     native_3d: it takes stacked experts as they are, and per-expert ones only in mixed mode; other classes the other way
-    round. source: the engine's file. proof: how all this is known.
+    round. source: the engine's file. proof: how all this is known. minimum: of each form that is served right by any.
     """
 
     architecture: str
@@ -199,6 +205,10 @@ class ServedClass:
     source: str
     proof: Proof
     minimum: tuple[MinimumVersion, ...] = ()
+
+    def serves(self, format: str) -> bool:
+        """Return whether some release serves that format of the class right."""
+        return any(one.format == format for one in self.minimum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,9 +107,11 @@ def plain_mlp(at: str, kind: TensorClass, layers: LayerKind, size: Size) -> tupl
     return gated_mlp(at, kind, layers, size)[1:]
 
 
-def dense_mlp(at: str, size: Size = INTERMEDIATE) -> tuple[LinearModule, ...]:
+def dense_mlp(
+    at: str, size: Size = INTERMEDIATE, *, layers: LayerKind = LayerKind.DENSE
+) -> tuple[LinearModule, ...]:
     """Return what the layers without experts have in their place."""
-    return gated_mlp(at, TensorClass.OTHER, LayerKind.DENSE, size)
+    return gated_mlp(at, TensorClass.OTHER, layers, size)
 
 
 def shared_experts(at: str, size: Size) -> tuple[LinearModule, ...]:
@@ -177,8 +179,15 @@ def latent_attention() -> tuple[LinearModule, ...]:
         "kv_a_proj_with_mqa": (HIDDEN, latent + rotary),
         "o_proj": (HEADS * size_of("v_head_dim"), HIDDEN),
     }
-    kind, layers = TensorClass.ATTENTION, LayerKind.ALL
-    return tuple(linear("self_attn", name, kind, layers, *pair) for name, pair in sizes.items())
+    layers = {
+        "q_a_proj": LayerKind.LATENT_QUERIES,
+        "q_b_proj": LayerKind.LATENT_QUERIES,
+        "q_proj": LayerKind.DIRECT_QUERIES,
+    }
+    return tuple(
+        linear("self_attn", name, TensorClass.ATTENTION, layers.get(name, LayerKind.ALL), *pair)
+        for name, pair in sizes.items()
+    )
 
 
 def gated_experts(

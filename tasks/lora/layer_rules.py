@@ -174,6 +174,68 @@ class FlaggedLayers:
         return self.rule.list_layers(fields, layers) if fields.is_true(self.field) is self.value else ()
 
 
+@dataclass(frozen=True, slots=True)
+class UnsharedLayers:
+    """The layers of another rule, but for the last of the model, whose keys and values are those of earlier ones.
+
+    Source: transformers models/gemma4/configuration_gemma4.py, Gemma4TextConfig.kv_sharing_modes; vLLM
+    models/gemma4.py, Gemma4Attention.
+    """
+
+    count_field: str
+    rule: LayerRule
+
+    def __str__(self) -> str:
+        return f"{self.rule} and {self.count_field}"
+
+    def list_layers(self, fields: ConfigFields, layers: int) -> tuple[int, ...]:
+        """Return them. Raises InvalidBaseConfig, also for more layers that share than there are."""
+        count = fields.optional_whole(self.count_field) or 0
+        if not 0 <= count <= layers:
+            raise fields.invalid(self.count_field, f"at most {layers}, as there are layers", count)
+        return tuple(layer for layer in self.rule.list_layers(fields, layers) if layer < layers - count)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedDenseLayers:
+    """The layers that another rule leaves out, where a list names any of them; without the list, none.
+
+    Source: vLLM models/qwen3_moe.py, Qwen3MoeForCausalLM: packed_modules_mapping has gate_up_proj only then.
+    """
+
+    list_field: str
+    rule: LayerRule
+
+    def __str__(self) -> str:
+        return f"{self.list_field} and {self.rule}"
+
+    def list_layers(self, fields: ConfigFields, layers: int) -> tuple[int, ...]:
+        """Return them. Raises InvalidBaseConfig."""
+        if not fields.optional_numbers(self.list_field):
+            return ()
+        others = set(self.rule.list_layers(fields, layers))
+        return tuple(layer for layer in range(layers) if layer not in others)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenLayers:
+    """Every layer where a field gives a number, or where it does not, as `given` says; else none.
+
+    Source: transformers models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3Attention, alike in deepseek_v2 and in
+    vLLM models/deepseek_v2.py.
+    """
+
+    field: str
+    given: bool
+
+    def __str__(self) -> str:
+        return self.field
+
+    def list_layers(self, fields: ConfigFields, layers: int) -> tuple[int, ...]:
+        """Return them. Raises InvalidBaseConfig."""
+        return tuple(range(layers)) if (fields.optional_whole(self.field) is not None) is self.given else ()
+
+
 def _first(fields: ConfigFields, name: str) -> int:
     first = fields.whole(name)
     if first < 0:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from tasks.lora.base import BaseConfig
 from tasks.lora.blocks import (
     Piece,
     PlannedBlock,
@@ -89,10 +90,26 @@ class ConversionPlan:
 def plan_conversion(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_EXPERT) -> ConversionPlan:
     """Return the plan that turns the adapter into the target format, factors of other modules unchanged.
 
-    layout: with the packing of every stacked parameter decided. Raises for a stacked target UnsupportedDtype,
+    layout: with the packing of every stacked parameter decided. Whether the engine serves the format is not asked
+    (`require_served`), for other tools may read the output. Raises for a stacked target UnsupportedDtype,
     UnsupportedConfig and RankUnsupported where gate and up of one expert cannot share a tensor.
     """
     return _plan(layout, format, PlanKind.CONVERSION)
+
+
+def require_served(base: BaseConfig, format: TargetFormat, label: str) -> None:
+    """Return if the engine serves that format of a base. label: whom the error names.
+
+    Raises UnsupportedConfig where no release of the base's class does, whatever the server's flags.
+    """
+    if not base.served.serves(format):
+        raise UnsupportedConfig(
+            label,
+            "target format",
+            f"a format that {base.served.architecture} serves right",
+            f"{format}, which no known vLLM release does",
+            "Convert to " + " or ".join(other for other in TargetFormat if base.served.serves(other)) + ".",
+        )
 
 
 def plan_control(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_EXPERT) -> ConversionPlan:

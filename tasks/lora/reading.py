@@ -40,6 +40,7 @@ _LAYERS = {
     LayerKind.ALL: "of the base",
     LayerKind.SPARSE: "with routed experts",
     LayerKind.DENSE: "without routed experts",
+    LayerKind.LISTED_DENSE: "without routed experts, of a base that lists such (the engine leaves others bare)",
 }
 _FORMS = {StackedKey: SourceForm.STACKED, ExpertKey: SourceForm.PER_EXPERT, CubeKey: SourceForm.CUBE}
 

@@ -25,7 +25,11 @@ from tasks.lora.names import PREFIX, ModuleKey, parse_key
 
 _FACTOR = re.compile(r"\.lora_[AB]\.weight$")
 _EXPERT = re.compile(r"(?P<module>.+)\.(?P<expert>0|[1-9][0-9]*)\.(?P<projection>[^.]+)")
+_NUMBER = re.compile(r"\.[1-9][0-9]{0,5}(?=\.)")
 _INNER = ".base_layer"
+
+NOT_APPLIED = "loaded by the engine, and not applied"
+"""Why a key of an ineffective module leads nowhere."""
 
 _UNKNOWN = "unknown"
 """What stands for the class of a key that the family does not have."""
@@ -123,8 +127,13 @@ def describe_unresolved(unresolved: Sequence[Unresolved], total: int) -> str:
 
 def count_classes(names: Iterable[str], family: Family) -> tuple[tuple[str, int], ...]:
     """Return each class of these keys with their number, in the order of first appearance."""
-    kinds = (classify_name(name, family) for name in names)
-    return tuple(Counter(kind.value if kind else _UNKNOWN for kind in kinds).items())
+    # Names that differ in their numbers alone are of one class; an output has tens of thousands of them.
+    alike = Counter(_NUMBER.sub(".0", name) for name in names)
+    counts: Counter[str] = Counter()
+    for name, count in alike.items():
+        kind = classify_name(name, family)
+        counts[kind.value if kind else _UNKNOWN] += count
+    return tuple(counts.items())
 
 
 def classify_name(name: str, family: Family) -> TensorClass | None:
@@ -161,7 +170,7 @@ class _Lookup:
         return self._explain_effect(owner)
 
     def _explain_effect(self, owner: str) -> str:
-        return "loaded by the engine, and not applied" if owner in self._served.ineffective else ""
+        return NOT_APPLIED if owner in self._served.ineffective else ""
 
     def _explain_expert(self, module: str) -> str:
         stacked = module.removesuffix(_INNER)
