@@ -17,6 +17,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-snapshots",
+        action="store_true",
+        help="write what running engines say of themselves to tasks/lora/served/ instead of comparing it",
+    )
+
+
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """A real Prefect server for flows that run in this process; it takes seconds to start.

@@ -44,23 +44,28 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def activated(gate: torch.Tensor, up: torch.Tensor, *, gpt_oss: bool) -> torch.Tensor:
+def activated(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """One row's activation, written out element by element."""
     values = []
     for g, u in zip(gate.tolist(), up.tolist(), strict=True):
-        if gpt_oss:
+        if name == "swigluoai":
             low = min(g, 7.0)
             values.append(low / (1 + math.exp(-1.702 * low)) * (max(min(u, 7.0), -7.0) + 1))
-        else:
+        elif name == "silu":
             values.append(g / (1 + math.exp(-g)) * u)
+        elif name == "gelu":
+            values.append(g * (1 + math.erf(g / math.sqrt(2))) / 2 * u)
+        elif name == "gelu_tanh":
+            values.append(g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) / 2 * u)
     return torch.tensor(values, dtype=gate.dtype)
 
 
-def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
+def compare_experts(name: str, slices: int) -> dict[str, float]:
     """Largest difference between `apply_experts` and a loop over tokens, and the effects that make it count."""
     from roster.engine_plugin.cpu_experts import ExpertFactors, apply_experts
 
     draw = torch.Generator().manual_seed(7 + slices)
+    interleaved = name == "swigluoai"
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -74,14 +79,13 @@ def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
     w13_bias, w2_bias = random(EXPERTS, 2 * INTERMEDIATE), random(EXPERTS, HIDDEN)
     topk_ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOP_K] for _ in range(TOKENS)])
     topk_weights = random(TOKENS, TOP_K).softmax(-1)
-    width = 2 * INTERMEDIATE // slices
     factors = ExpertFactors(
         w13_a=tuple(random(SLOTS, EXPERTS, RANK, HIDDEN) for _ in range(slices)),
-        w13_b=tuple(random(SLOTS, EXPERTS, width, RANK) for _ in range(slices)),
+        w13_b=tuple(random(SLOTS, EXPERTS, 2 * INTERMEDIATE // slices, RANK) for _ in range(slices)),
         w2_a=random(SLOTS, EXPERTS, RANK, INTERMEDIATE),
         w2_b=random(SLOTS, EXPERTS, HIDDEN, RANK),
         token_slots=torch.tensor(TOKEN_SLOTS),
-        interleaved=gpt_oss,
+        interleaved=interleaved,
     )
 
     def by_loop(token_slots: list[int]) -> torch.Tensor:
@@ -96,7 +100,7 @@ def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
                     deltas = [b[slot, expert] @ a[slot, expert] for a, b in pairs]
                     if slices == 1:
                         w_in += deltas[0]
-                    elif gpt_oss:
+                    elif interleaved:
                         for row in range(INTERMEDIATE):
                             w_in[2 * row] += deltas[0][row]
                             w_in[2 * row + 1] += deltas[1][row]
@@ -104,9 +108,8 @@ def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
                         w_in[:INTERMEDIATE] += deltas[0]
                         w_in[INTERMEDIATE:] += deltas[1]
                 both = w_in @ hidden[token] + w13_bias[expert]
-                gate, up = (both[::2], both[1::2]) if gpt_oss else both.chunk(2)
-                inner = activated(gate, up, gpt_oss=gpt_oss)
-                total += weight * (w_out @ inner + w2_bias[expert])
+                gate, up = (both[::2], both[1::2]) if interleaved else both.chunk(2)
+                total += weight * (w_out @ activated(name, gate, up) + w2_bias[expert])
             rows.append(total)
         return torch.stack(rows)
 
@@ -119,7 +122,7 @@ def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
             w2_bias=w2_bias,
             topk_ids=topk_ids.int(),
             topk_weights=topk_weights,
-            activation=MoEActivation.SWIGLUOAI if gpt_oss else MoEActivation.SILU,
+            activation=MoEActivation(name),
             factors=used,
         )
 
@@ -132,6 +135,56 @@ def compare_experts(*, gpt_oss: bool, slices: int) -> dict[str, float]:
         "smallest_effect": (mixed - base)[adapted].abs().amax(1).min().item(),
         "smallest_effect_of_swapping": (mixed - swapped)[adapted].abs().amax(1).min().item(),
     }
+
+
+def compare_routing(scoring: str, *, biased: bool) -> dict[str, object]:
+    """Experts and weights from vLLM's CPU router as we correct it, from the stock one, and from a loop over tokens."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    draw = torch.Generator().manual_seed(17)
+    logits = torch.randn(TOKENS, EXPERTS, generator=draw)
+    bias = torch.randn(EXPERTS, generator=draw) if biased else None
+    expected = []
+    for row in logits.tolist():
+        total = sum(map(math.exp, row))
+        scores = [math.exp(v) / total if scoring == "softmax" else 1 / (1 + math.exp(-v)) for v in row]
+        preferred = [score + (bias[e].item() if bias is not None else 0) for e, score in enumerate(scores)]
+        chosen = sorted(range(EXPERTS), key=preferred.__getitem__)[-TOP_K:]
+        expected.append({e: 2.5 * scores[e] / sum(scores[c] for c in chosen) for e in chosen})
+    router = CPURouter(
+        TOP_K,
+        EXPERTS,
+        scoring_func=scoring,
+        e_score_correction_bias=bias,
+        routed_scaling_factor=2.5,
+    )
+    weights, ids = router._compute_routing(logits, logits, None)
+    found = [dict(zip(i, w, strict=True)) for i, w in zip(ids.tolist(), weights.tolist(), strict=True)]
+    try:
+        _, stock = CPURouter._compute_routing.__wrapped__(router, logits, logits, None)
+        others = [set(i) != set(e) for i, e in zip(stock.tolist(), expected, strict=True)]
+        fault = f"{sum(others)} tokens go to other experts"
+    except AssertionError as error:
+        fault = type(error).__name__
+    return {
+        "same_experts": [set(f) for f in found] == [set(e) for e in expected],
+        "difference": max(
+            abs(f[e] - w) for f, row in zip(found, expected, strict=True) for e, w in row.items()
+        ),
+        "dtypes": [str(weights.dtype), str(ids.dtype)],
+        "stock": fault,
+    }
+
+
+def refuse_activation() -> str:
+    """The error for an activation that is not computed."""
+    from roster.engine_plugin.cpu_experts import gate_activation
+
+    try:
+        gate_activation(MoEActivation.SITU, torch.ones(2, 4))
+    except PluginError as error:
+        return str(error)
+    return "nothing"
 
 
 def compare_punica() -> dict[str, object]:
@@ -216,10 +269,15 @@ def token_mapping() -> dict[str, object]:
 def main() -> None:
     """Print all figures."""
     figures: dict[str, object] = {"refusals": refusals()}
-    for gpt_oss in (False, True):
+    for name in ("silu", "gelu", "gelu_tanh", "swigluoai"):
         for slices in (1, 2):
-            name = f"{'swigluoai' if gpt_oss else 'silu'}_{slices}"
-            figures[name] = compare_experts(gpt_oss=gpt_oss, slices=slices)
+            figures[f"{name}_{slices}"] = compare_experts(name, slices)
+    figures["activation"] = refuse_activation()
+    figures["routing"] = {
+        "softmax, bias": compare_routing("softmax", biased=True),
+        "sigmoid, bias": compare_routing("sigmoid", biased=True),
+        "sigmoid": compare_routing("sigmoid", biased=False),
+    }
     figures["punica"] = compare_punica()
     figures["mapping"] = token_mapping()
     json.dump(figures, sys.stdout)

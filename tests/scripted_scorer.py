@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from functools import cache
 BOS_ID = 256
 EOS_ID = 257
 _SPECIAL = {BOS_ID: "<s>", EOS_ID: "</s>"}
+_IDS = {name: id for id, name in _SPECIAL.items()}
+_SPLIT = re.compile(f"({'|'.join(map(re.escape, _IDS))})")
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,8 @@ class ScriptedScorer:
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         ids: list[int] = []
-        rest = text
-        while rest:
-            special = next((id for id, name in _SPECIAL.items() if rest.startswith(name)), None)
-            if special is None:
-                ids.extend(rest[0].encode())
-                rest = rest[1:]
-            else:
-                ids.append(special)
-                rest = rest[len(_SPECIAL[special]) :]
+        for piece in _SPLIT.split(text):
+            ids.extend([_IDS[piece]] if piece in _IDS else piece.encode())
         if add_special_tokens:
             ids = [BOS_ID] * self.bos + ids + [EOS_ID] * self.eos
         return tuple(ids)
@@ -136,12 +132,14 @@ class ScriptedScorer:
         if too_long:
             raise ValueError(f"scripted engine: prompts of {too_long} tokens, max_model_len {self.max_len}")
         self.prompts.setdefault(model, []).extend(tuple(prompt) for prompt in prompts)
-        answers = [self._answer(model, prompt) for prompt in prompts]
+        nats = {id: -self._bits(model, id) * math.log(2) for id in set().union(*prompts)}
+        answers = [self._answer(model, prompt, nats) for prompt in prompts]
         return answers[:-1] if model in self.short else answers
 
-    def _answer(self, model: str, prompt: Sequence[int]) -> tuple[float | None, ...]:
-        values: list[float | None] = [None]
-        values += [-self._bits(model, id) * math.log(2) for id in prompt[1:]]
+    def _answer(
+        self, model: str, prompt: Sequence[int], nats: Mapping[int, float]
+    ) -> tuple[float | None, ...]:
+        values: list[float | None] = [None, *(nats[id] for id in prompt[1:])]
         text = self.detokenize(prompt)
         for bad in self.bad:
             if bad.model == model and bad.marker in text and bad.position < len(values):

@@ -16,8 +16,10 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from moto import mock_aws
+from moto.s3.models import S3Backend
 
 from storage.ledger import Outcome, Step, StepKind, SubmissionRef
 from storage.s3 import S3Store
@@ -32,10 +34,16 @@ _SEAWEEDFS_PORTS = ("master", "volume", "filer", "s3", "admin")
 @contextmanager
 def memory_store() -> Iterator[S3Store]:
     """Yield an empty bucket in memory; it keeps conditions, but not among threads."""
-    with mock_aws():
+    with mock_aws(), patch.object(S3Backend, "urls", _addresses()):
         store = _memory_client()
         store.ensure_bucket()
         yield store
+
+
+@cache
+def _addresses() -> dict[str, Callable[..., Any]]:
+    """Return what moto answers for S3, which it would work out anew for every request by reloading a module."""
+    return S3Backend("us-east-1", "123456789012").urls
 
 
 @cache

@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,21 @@ DOORS = {
 ENVIRONMENT_DOORS = ("flows/settings.py", "roster/engine_plugin/settings.py")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8"))
+Sources = list[tuple[str, ast.Module]]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return [
+        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8")))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -53,26 +64,26 @@ def may_open(path: str, doors: tuple[str, ...]) -> bool:
     )
 
 
-def test_one_door_per_library() -> None:
+def test_one_door_per_library(sources: Sources) -> None:
     strangers = [
         f"{path} imports {name}: allowed only in {', '.join(DOORS[name]) or 'no file'}"
-        for path, tree in sources()
+        for path, tree in sources
         for name in imported(tree)
         if name in DOORS and not may_open(path, DOORS[name])
     ]
     assert strangers == []
 
 
-def test_every_door_is_used() -> None:
+def test_every_door_is_used(sources: Sources) -> None:
     """A rule about a library that nothing imports would prove nothing."""
-    seen = {name for _, tree in sources() for name in imported(tree)}
+    seen = {name for _, tree in sources for name in imported(tree)}
     assert {"boto3", "duckdb", "httpx", "vllm", "prefect"} <= seen
 
 
-def test_environment_is_read_in_two_places() -> None:
+def test_environment_is_read_in_two_places(sources: Sources) -> None:
     readers = [
         path
-        for path, tree in sources()
+        for path, tree in sources
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr in {"environ", "getenv"}
@@ -81,21 +92,21 @@ def test_environment_is_read_in_two_places() -> None:
     assert readers == []
 
 
-def test_packages_hold_no_code() -> None:
+def test_packages_hold_no_code(sources: Sources) -> None:
     """`__init__.py` files hold at most a docstring, so importing a package costs and hides nothing."""
-    for path, tree in sources():
+    for path, tree in sources:
         if path.endswith("__init__.py"):
             assert all(isinstance(node, ast.Expr) for node in tree.body), path
 
 
-def test_family_names_stay_in_their_table() -> None:
+def test_family_names_stay_in_their_table(sources: Sources) -> None:
     families = re.compile(
         r"qwen3_moe|mixtral|deepseek_v|gpt_oss|gemma4|granitemoe|llama4|nemotron_h", re.IGNORECASE
     )
     allowed = {"tasks/lora/families.py"}
     found = [
         f"{path}: {node.value!r}"
-        for path, tree in sources()
+        for path, tree in sources
         if path.startswith("tasks/") and path not in allowed
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and families.fullmatch(node.value)
@@ -114,9 +125,9 @@ def test_modules_stay_readable() -> None:
 
 
 @pytest.mark.parametrize("package", ["flows", "tasks", "roster", "storage"])
-def test_package_name_is_ours(package: str) -> None:
+def test_package_name_is_ours(distributions: Mapping[str, list[str]], package: str) -> None:
     """Another distribution with a package of the same name would shadow ours without a word."""
-    assert set(importlib.metadata.packages_distributions()[package]) == {"adapter-roster"}
+    assert set(distributions[package]) == {"adapter-roster"}
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,13 @@ def test_what_peft_trained_is_what_is_served(name: str, tmp_path: Path) -> None:
         if expert is not None:
             served[int(expert[1]), int(expert[2]), CALLED[expert[3]]] = delta
             continue
+        twin = stored.replace("v_proj", "k_proj")
+        if stored not in kept and twin in kept:  # where k_proj gives the values, too, it is served as both
+            assert all(
+                torch.equal(made[key], kept[key.replace("v_proj", "k_proj")])
+                for key in (stored, stored.replace("lora_A", "lora_B"))
+            )
+            continue
         layer = int(stored.split(".layers.")[1].split(".")[0])
         same = [
             place

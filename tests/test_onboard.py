@@ -331,13 +331,28 @@ def test_a_run_that_lost_its_claim_writes_nothing_more(prefect_desk: Desk) -> No
     assert len(prefect_desk.keys("control/")) == 2, "and takes nothing away that the other works with"
 
 
-def test_unknown_errors_stop_the_run_on_the_record_and_surface(
-    prefect_desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def break_inspection(patch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("nobody foresaw this")
 
-    monkeypatch.setattr("tasks.conversion.inspect_adapter", broken)
+    patch.setattr("tasks.conversion.inspect_adapter", broken)
+
+
+def test_unknown_errors_stop_the_run_on_the_record_and_surface(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_inspection(monkeypatch)
+    with pytest.raises(ZeroDivisionError, match="nobody foresaw this"):
+        desk.ready("yew")
+    last = desk.ledger("yew").steps[-1]
+    assert (last.outcome, last.result["code"]) == (Outcome.STOPPED, "internal")
+
+
+@pytest.mark.real
+def test_prefect_shows_unknown_errors_as_failures(
+    prefect_desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_inspection(monkeypatch)
     state = prefect_desk.ready("yew")
     assert state.is_failed() and "nobody foresaw this" in (state.message or "")
     last = prefect_desk.ledger("yew").steps[-1]

@@ -2,14 +2,15 @@
 
 Source: vllm/model_executor/layers/fused_moe/modular_kernel.py (the interface), experts/lora_context.py (the stacked
 factors), lora/layers/fused_moe.py (their shapes), experts/lora_experts_mixin.py (where gate and up go when they are
-interleaved), activation.py and layers/activation.py (`SwigluOAIAndMul`: alpha 1.702, limit 7.0), vLLM 0.32.0.
+interleaved), activation.py and layers/activation.py (`SwigluOAIAndMul`: alpha 1.702, limit 7.0; `GeluAndMul`),
+vLLM 0.32.0. It gives gpt-oss's limit nowhere: whatever config.json says, it clamps at 7.0.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
@@ -24,6 +25,14 @@ from roster.engine_plugin.errors import TokenMappingError, UnsupportedMoeError
 
 SWIGLUOAI_ALPHA = 1.702
 SWIGLUOAI_LIMIT = 7.0
+
+SUPPORTED_ACTIVATIONS = (
+    MoEActivation.SILU,
+    MoEActivation.GELU,
+    MoEActivation.GELU_TANH,
+    MoEActivation.SWIGLUOAI,
+)
+"""What `gate_activation` computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +74,20 @@ def _low_rank(rows: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor
 def gate_activation(activation: MoEActivation, gate_up: torch.Tensor) -> torch.Tensor:
     """The activated product `(rows, intermediate)` of gate and up `(rows, 2 * intermediate)`.
 
-    SILU takes gate from the first half; SWIGLUOAI from the even columns, clamped as in gpt-oss.
+    SILU, GELU and GELU_TANH take gate from the first half; SWIGLUOAI from the even columns, clamped as in gpt-oss.
     Raises UnsupportedMoeError for any other activation.
     """
-    if activation == MoEActivation.SILU:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate) * up
     if activation == MoEActivation.SWIGLUOAI:
         gate = gate_up[:, ::2].clamp(max=SWIGLUOAI_LIMIT)
         up = gate_up[:, 1::2].clamp(min=-SWIGLUOAI_LIMIT, max=SWIGLUOAI_LIMIT)
         return (up + 1) * gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == MoEActivation.SILU:
+        return silu(gate) * up
+    if activation == MoEActivation.GELU:
+        return gelu(gate) * up
+    if activation == MoEActivation.GELU_TANH:
+        return gelu(gate, approximate="tanh") * up
     raise UnsupportedMoeError(f"its experts use the activation {activation.value}")
 
 
@@ -138,7 +151,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):  # type: igno
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
+        return activation in SUPPORTED_ACTIVATIONS
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -240,7 +253,7 @@ class CpuLoraMoeMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         )
         if not supported:
             raise UnsupportedMoeError(str(reason))
-        if moe.activation == MoEActivation.SILU and moe.swiglu_limit is not None:
+        if moe.activation != MoEActivation.SWIGLUOAI and moe.swiglu_limit is not None:
             raise UnsupportedMoeError(f"its experts clamp at swiglu_limit={moe.swiglu_limit}")
         self.unquantized_backend = UnquantizedMoeBackend.CPU
         self.experts_cls = CpuLoraExperts

@@ -2,7 +2,7 @@
 
 Stock vLLM picks Triton experts for every unquantized MoE layer as soon as LoRA is on, whatever the device, and
 dies at the first forward on a CPU. This plugin puts `CpuLoraExperts` there, and a Punica wrapper without two faults
-of the stock one (`cpu_punica`).
+of the stock one (`cpu_punica`); and it corrects the choice of experts of some routers (`cpu_routing`).
 
 Nothing of vLLM is imported before `register` runs: vLLM only logs a plugin that fails to import, but lets an error
 raised by its `register` stop the process.
@@ -49,10 +49,12 @@ def register() -> None:
 
     from roster.engine_plugin.cpu_experts import CpuLoraMoeMethod
     from roster.engine_plugin.cpu_punica import CpuPunicaWrapper
+    from roster.engine_plugin.cpu_routing import correct_routers
 
     wrapper_path = f"{CpuPunicaWrapper.__module__}.{CpuPunicaWrapper.__qualname__}"
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: wrapper_path)
     UnquantizedFusedMoEMethod.register_oot(CpuLoraMoeMethod)
+    correct_routers()
     # A warning, because vLLM sets up its logging later than it loads plugins in the first process.
     init_logger("vllm.adapter_roster").warning(CPU_MOE_LOG_LINE)
 
@@ -70,6 +72,7 @@ def check_internals() -> None:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     experts = modular_kernel.FusedMoEExpertsModular
     methods = (
@@ -84,6 +87,7 @@ def check_internals() -> None:
             "workspace_shapes",
             "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation",
         ),
+        (CPURouter, "_compute_routing", "self hidden_states router_logits indices_type input_ids"),
         (PunicaWrapperCPU, "add_shrink", "self y x lora_a_stacked scale kwargs"),
         (
             PunicaWrapperCPU,

@@ -47,7 +47,7 @@ _DELTA_NET_LAYERS = (
 
 _QWEN2_MOE = _usual(
     model_types=("qwen2_moe",),
-    served=(_engine("Qwen2MoeForCausalLM", "qwen2_moe", _READ, ("0.14.0", 31339), ("0.22.0", 42242)),),
+    served=(_engine("Qwen2MoeForCausalLM", "qwen2_moe", _RUN, ("0.14.0", 31339), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
         *part.attention(),
@@ -73,7 +73,7 @@ _QWEN3_MOE = _usual(
 
 _QWEN3_NEXT = _usual(
     model_types=("qwen3_next",),
-    served=(_engine("Qwen3NextForCausalLM", "qwen3_next", _READ, ("0.14.0", 31339), ("0.22.0", 42242)),),
+    served=(_engine("Qwen3NextForCausalLM", "qwen3_next", _RUN, ("0.14.0", 31339), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
         *part.attention(layers=_FULL, gated=True),
@@ -147,7 +147,7 @@ _QWEN3_VL_MOE = _usual(
 # The engine keeps transformers 4's names, and drops `mlp.experts` and `mlp.gate` without a word.
 _MIXTRAL = _usual(
     model_types=("mixtral",),
-    served=(_engine("MixtralForCausalLM", "mixtral", _READ, ("0.11.1", 18120), ("0.22.0", 42242)),),
+    served=(_engine("MixtralForCausalLM", "mixtral", _RUN, ("0.11.1", 18120), ("0.22.0", 42242)),),
     served_experts=_BLOCK_EXPERTS,
     parameters=part.gated_experts(INTERMEDIATE, served=NUMBERED),
     modules=(*part.attention(), *part.router("mlp", "gate", EXPERTS, served=_BLOCK_ROUTER)),
@@ -158,7 +158,7 @@ _MIXTRAL = _usual(
 
 _OLMOE = _usual(
     model_types=("olmoe",),
-    served=(_engine("OlmoeForCausalLM", "olmoe", _READ, ("0.11.1", 18120), ("0.22.0", 42242)),),
+    served=(_engine("OlmoeForCausalLM", "olmoe", _RUN, ("0.11.1", 18120), ("0.22.0", 42242)),),
     parameters=part.gated_experts(INTERMEDIATE),
     modules=(*part.attention(), *part.router("mlp", "gate", EXPERTS)),
     expert_count=EXPERTS,
@@ -174,7 +174,7 @@ _ABSORBED = part.unserved(
 _LATENT, _DIRECT = (rule.GivenLayers("q_lora_rank", given) for given in (True, False))
 _DEEPSEEK_V2 = _usual(
     model_types=("deepseek_v2",),
-    served=(_engine("DeepseekV2ForCausalLM", "deepseek_v2", _READ, ("0.11.1", 10446), ("0.22.0", 42242)),),
+    served=(_engine("DeepseekV2ForCausalLM", "deepseek_v2", _RUN, ("0.11.1", 10446), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
         *part.latent_attention(),
@@ -192,13 +192,13 @@ _DEEPSEEK_V2 = _usual(
 _DEEPSEEK_V3 = replace(
     _DEEPSEEK_V2,
     model_types=("deepseek_v3",),
-    served=(_engine("DeepseekV3ForCausalLM", "deepseek_v2", _READ, ("0.11.1", 10446), ("0.22.0", 42242)),),
+    served=(_engine("DeepseekV3ForCausalLM", "deepseek_v2", _RUN, ("0.11.1", 10446), ("0.22.0", 42242)),),
     patched_by_unsloth=True,
 )
 
 _GLM4_MOE = _usual(
     model_types=("glm4_moe",),
-    served=(_engine("Glm4MoeForCausalLM", "glm4_moe", _READ, ("0.11.1", 18120), ("0.22.0", 42242)),),
+    served=(_engine("Glm4MoeForCausalLM", "glm4_moe", _RUN, ("0.11.1", 18120), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
         *part.attention(),
@@ -215,7 +215,7 @@ _GLM4_MOE = _usual(
 _GPT_OSS = _usual(
     model_types=("gpt_oss",),
     served=(
-        _engine("GptOssForCausalLM", "gpt_oss", _READ, ("0.22.0", 40005), ("0.14.0", 31534), native_3d=True),
+        _engine("GptOssForCausalLM", "gpt_oss", _RUN, ("0.22.0", 40005), ("0.14.0", 31534), native_3d=True),
     ),
     parameters=part.gated_experts(INTERMEDIATE, served=NUMBERED, interleaved=True),
     stored=StoredAs.IN_OUT,
@@ -275,7 +275,7 @@ _GEMMA4 = _usual(
 # transformers 4 stored its experts as one linear map each, input_linear and output_linear: those have no row.
 _GRANITEMOE = _usual(
     model_types=("granitemoe",),
-    served=(_engine("GraniteMoeForCausalLM", "granitemoe", _READ, ("0.25.0", 46247), ("0.25.0", 46247)),),
+    served=(_engine("GraniteMoeForCausalLM", "granitemoe", _RUN, ("0.25.0", 46247), ("0.25.0", 46247)),),
     experts=_BLOCK_EXPERTS,
     served_experts=_BLOCK_EXPERTS,
     parameters=part.gated_experts(INTERMEDIATE),
@@ -300,7 +300,7 @@ _LLAMA4 = _usual(
     model_types=("llama4", "llama4_text"),
     decoders=(_WRAPPED, "model."),
     served=(
-        _engine("Llama4ForCausalLM", "llama4", _READ, ("0.25.0", 46247), ("0.25.0", 46247)),
+        _engine("Llama4ForCausalLM", "llama4", _RUN, ("0.25.0", 46247), ("0.25.0", 46247)),
         _wrapped_engine(
             "Llama4ForConditionalGeneration", "mllama4", _READ, ("0.11.1", 20650), ("0.22.0", 42242)
         ),
@@ -328,7 +328,7 @@ _LLAMA4 = _usual(
 _ERNIE_EXPERTS = size_of("moe_num_experts")
 _ERNIE4_5_MOE = _usual(
     model_types=("ernie4_5_moe",),
-    served=(_engine("Ernie4_5_MoeForCausalLM", "ernie45_moe", _READ, ("0.11.1", 18120), ("0.22.0", 42242)),),
+    served=(_engine("Ernie4_5_MoeForCausalLM", "ernie45_moe", _RUN, ("0.11.1", 18120), ("0.22.0", 42242)),),
     parameters=part.gated_experts(MOE_INTERMEDIATE),
     modules=(
         *part.attention(),
@@ -343,7 +343,7 @@ _ERNIE4_5_MOE = _usual(
 
 _MINIMAX_M2 = _usual(
     model_types=("minimax_m2",),
-    served=(_engine("MiniMaxM2ForCausalLM", "minimax_m2", _READ, ("0.15.0", 32736), ("0.22.0", 42242)),),
+    served=(_engine("MiniMaxM2ForCausalLM", "minimax_m2", _RUN, ("0.15.0", 32736), ("0.22.0", 42242)),),
     served_experts=_BLOCK_EXPERTS,
     parameters=part.gated_experts(INTERMEDIATE, served=NUMBERED),
     modules=(*part.attention(), *part.router("mlp", "gate", EXPERTS, served=_BLOCK_ROUTER)),
