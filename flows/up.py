@@ -9,7 +9,7 @@ from flows.embedded_config import EmbeddedConfig, EngineSpec
 from flows.services import Services
 from flows.settings import Settings
 from storage.bases import TargetFormat
-from tasks.submission import add_base
+from tasks.submission import add_base, check_base_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,10 +42,14 @@ def embedded_config(
     max_lora_rank: int,
     target_format: str = "per-expert",
 ) -> EmbeddedConfig:
-    """The services to start under the settings' home; for stacked adapters with an engine that takes both forms.
+    """The services to start under the settings' home, for a base with an engine.
+
+    The engine takes both forms of adapters unless per-expert ones, for which every class starts without a flag but
+    those that take stacked ones as they are, are all that it is asked for.
 
     Raises:
         EngineIncomplete: only one of base and weights is given, or the engine's environment is not there.
+        InvalidName, UnknownFamily, InvalidBaseConfig, UnsupportedConfig: see `check_base_config`.
     """
     if (base is None) != (weights is None):
         raise EngineIncomplete("one of them is missing")
@@ -54,6 +58,8 @@ def embedded_config(
     if base is not None and weights is not None:
         if not python.exists():
             raise EngineIncomplete(f"and the engine's environment, which is not at {python}: run ./run setup")
+        stacked = TargetFormat(target_format) is TargetFormat.STACKED
+        served = check_base_config(base, weights, TargetFormat(target_format)).served
         engines = (
             EngineSpec(
                 base=base,
@@ -65,7 +71,7 @@ def embedded_config(
                 max_cpu_loras=2 * max_loras,
                 kv_cache_memory_bytes=settings.engine_kv_cache_bytes,
                 threads=settings.engine_threads,
-                mixed_moe_lora_format=target_format == TargetFormat.STACKED.value,
+                mixed_moe_lora_format=stacked or served.native_3d,
             ),
         )
     return EmbeddedConfig(

@@ -23,7 +23,7 @@ from storage.submit import submit_upload
 from storage.training import Reference, Trainer, Training, parse_training
 from storage.uploads import Upload, read_upload
 from tasks.lora import target
-from tasks.lora.base import read_base_config
+from tasks.lora.base import BaseConfig, read_base_config
 from tasks.lora.base_fields import BASE_CONFIG_NAME
 from tasks.lora.plan import require_served
 
@@ -108,8 +108,8 @@ def _target_format(stated: str | None, before: BaseDocument | None) -> TargetFor
     return before.target_format if before else TargetFormat.PER_EXPERT
 
 
-def check_base_config(name: str, config: Path, format: TargetFormat) -> None:
-    """Refuse what cannot be a base: `config` is its config.json or the directory that holds it.
+def check_base_config(name: str, config: Path, format: TargetFormat) -> BaseConfig:
+    """What a base's config says, unless it cannot be one: `config` is its config.json or the directory that holds it.
 
     Raises:
         InvalidName: the name breaks the naming rule.
@@ -118,7 +118,9 @@ def check_base_config(name: str, config: Path, format: TargetFormat) -> None:
     """
     check_base(name)
     label = f"base {name}"
-    require_served(read_base_config(config, label=label), target.TargetFormat(format.value), label)
+    read = read_base_config(config, label=label)
+    require_served(read, target.TargetFormat(format.value), label)
+    return read
 
 
 def _stated(

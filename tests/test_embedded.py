@@ -316,14 +316,25 @@ def test_the_plan_waits_in_the_right_order_and_keeps_the_users_own_settings_out(
     assert all("secret" not in word for child in children.values() for word in child.argv)
 
 
-@pytest.mark.parametrize(("target_format", "flags"), [("per-expert", 0), ("stacked", 1)])
-def test_an_engine_for_stacked_adapters_takes_both_forms(
-    tmp_path: Path, target_format: str, flags: int
+@pytest.mark.parametrize(
+    ("family", "target_format", "flags"),
+    [
+        ("qwen3_moe", "per-expert", 0),
+        ("qwen3_moe", "stacked", 1),
+        # Its class takes stacked experts as they are, and single ones in mixed mode only (vllm#38520, vllm#40005).
+        ("gpt_oss", "per-expert", 1),
+        ("gpt_oss", "stacked", 1),
+    ],
+)
+def test_an_engine_takes_both_forms_where_one_is_not_its_own(
+    tmp_path: Path, family: str, target_format: str, flags: int
 ) -> None:
+    golden = json.loads((Path(__file__).parent / "golden" / "families" / f"{family}.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(golden["config"]))
     config = embedded_config(
         Settings(home=tmp_path, engine_python=Path(sys.executable)),
         base="tiny",
-        weights=Path("/models/tiny"),
+        weights=tmp_path,
         max_model_len=384,
         max_loras=3,
         max_lora_rank=8,

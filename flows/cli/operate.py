@@ -46,13 +46,12 @@ def up(
     max_lora_rank:
         The largest adapter rank to serve.
     target_format:
-        The form in which the base's adapters are served. With stacked the engine is started so that it takes both.
+        The form in which the base's adapters are served. The engine is started so that it takes both, unless
+        per-expert ones are asked for and need no flag.
     """
     from flows.embedded import start_detached
     from flows.settings import base_environment, load_settings
     from flows.up import embedded_config, register_served_base
-    from storage.bases import TargetFormat
-    from tasks.submission import check_base_config
 
     settings = load_settings()
     config = embedded_config(
@@ -64,8 +63,6 @@ def up(
         max_lora_rank=max_lora_rank,
         target_format=target_format,
     )
-    if base is not None and weights is not None:
-        check_base_config(base, weights, TargetFormat(target_format))
     services = start_detached(config, environment=base_environment(), announce=note)
     note("everything goes on in the background; stop it with: roster down")
     if base is not None and weights is not None:
