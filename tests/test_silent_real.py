@@ -285,6 +285,7 @@ def test_mixtral_experts_under_the_names_of_transformers_5_serve_exactly_the_bas
             "made": {"path": str(tmp_path / "made"), "is_3d": False},
         },
         "mixed": True,
+        "dtype": "float32",
         "prompts": prompts(),
         "generated": 1,
     }
