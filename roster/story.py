@@ -6,7 +6,7 @@ from roster.rows import AdapterStory, AuthorStory, EvidenceRow, ScoreRow, Verdic
 
 _TRAIN = "Train it again, then submit the new adapter"
 _RESUBMIT = "Upload the adapter again with `roster submit`"
-_AGAIN = "it is tried again by itself, and `roster retry --failed` tries at once"
+_AGAIN = "it is tried again by itself, and Retry in the Prefect UI tries at once"
 
 ADVICE = {
     # quarantined
@@ -69,6 +69,7 @@ ADVICE = {
     "engine_drift": f"Look at the engine: the base scored otherwise at the end than at the start; {_AGAIN}.",
     "reference_invalid": "Check the trainer's reference: our base does not score as its base did, so it "
     "cannot judge.",
+    "opponent_gone": "Nothing: the next run chooses other opponents.",
     "source_gone": f"{_RESUBMIT}: its files have left the store.",
     "disk_full": f"Free disk space on the worker; {_AGAIN}.",
     "internal": f"Report this with the flow run's log: it is a fault of ours; {_AGAIN}.",
@@ -216,7 +217,7 @@ def _next(story: AdapterStory) -> list[str]:
         lines.append(_sentence(f"The last step: {last.kind} is {last.outcome}{why}"))
     if row.stale:
         lines.append(
-            "The verdict was made by an older version of the code; `roster recheck --stale` renews it."
+            "The verdict was made by an older version of the code; a run of onboard for it in Prefect's UI renews it."
         )
     for fault in story.faults:
         lines.append(_sentence(f"It cannot be served all the same: {fault.reason}"))

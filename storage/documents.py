@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from storage.s3 import S3Store  # what only parses documents needs no client
 
 _SHOWN_FAULTS = 3
+_SHOWN = 200  # characters of one
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -56,9 +57,16 @@ def format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _to_utc(moment: datetime) -> datetime:
+    try:
+        return moment.astimezone(UTC).replace(microsecond=0)
+    except OverflowError as error:
+        raise ValueError("a time before the year 1 or after 9999 in UTC") from error
+
+
 UtcTime = Annotated[
     AwareDatetime,
-    AfterValidator(lambda moment: moment.astimezone(UTC).replace(microsecond=0)),
+    AfterValidator(_to_utc),
     PlainSerializer(format_time, return_type=str),
 ]
 """A time in UTC to the second, the fraction cut off."""
@@ -100,7 +108,8 @@ def describe_faults(error: ValidationError) -> str:
     """Return a refusal as one line: where, and what is wrong there, for the first faults."""
     faults = error.errors(include_url=False, include_context=False)
     shown = [
-        ": ".join([".".join(map(str, f["loc"])), f["msg"]]).removeprefix(": ") for f in faults[:_SHOWN_FAULTS]
+        ": ".join([".".join(map(str, f["loc"]))[:_SHOWN], f["msg"][:_SHOWN]]).removeprefix(": ")
+        for f in faults[:_SHOWN_FAULTS]
     ]
     if len(faults) > _SHOWN_FAULTS:
         shown.append(f"and {len(faults) - _SHOWN_FAULTS} more")

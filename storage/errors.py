@@ -104,7 +104,9 @@ class InvalidDocument(StorageError):
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(
-            f"{key}: not a document we can use: {reason}. Correct it and write it again.", key, reason
+            f"{key}: not a document we can use: {reason.rstrip('.')}. Correct it and write it again.",
+            key,
+            reason,
         )
         self.key = key
         self.reason = reason
@@ -154,7 +156,8 @@ class UploadAmbiguous(StorageError):
 
     def __init__(self, author: str, run: str, reason: str) -> None:
         super().__init__(
-            f"{author}/{run}: the upload is ambiguous: {reason}. Rename the files and submit it again.",
+            f"{author}/{run}: the upload is ambiguous: {reason}. Expected one save's files, under plain names that "
+            "can be told apart: put those into a folder of their own, and submit that.",
             author,
             run,
             reason,

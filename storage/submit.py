@@ -116,9 +116,12 @@ def _files(directory: Path) -> list[Path]:
     if fault is not None:
         raise UploadRefused(str(directory), fault)
     if not any(is_adapter_file(path.name) for path in files):
-        found = ", ".join(path.name for path in files) or "no file"
+        entries = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+        found = ", ".join(path.name + "/" * path.is_dir() for path in entries)[:200] or "no file"
         raise UploadRefused(
-            str(directory), f"expected adapter_config.json and adapter_model.safetensors, found {found}"
+            str(directory),
+            f"expected adapter_config.json and adapter_model.safetensors, found {found}: "
+            "name the folder that holds the final adapter",
         )
     return files
 

@@ -16,6 +16,8 @@ def _check_heldout_ref(ref: str) -> str:
     return ref
 
 
+_SHOWN_KEYS, _SHOWN = 20, 200
+
 HeldoutRef = Annotated[str, AfterValidator(_check_heldout_ref)]
 
 
@@ -60,8 +62,11 @@ class Training(ForeignDocument):
 def parse_training(key: str, body: bytes) -> tuple[Training, tuple[str, ...]]:
     """Return what a training.json states, and a warning for each key in it that we do not know and ignore.
 
-    Raises InvalidDocument.
+    Of very many keys the first are named. Raises InvalidDocument.
     """
     training = decode_document(key, body, Training)
     unknown = unknown_keys(training, json.loads(body))
-    return training, tuple(f"{key}: {path} is no key we know, ignored" for path in unknown)
+    warnings = [f"{key}: {path[:_SHOWN]} is no key we know, ignored" for path in unknown[:_SHOWN_KEYS]]
+    if len(unknown) > _SHOWN_KEYS:
+        warnings.append(f"{key}: {len(unknown) - _SHOWN_KEYS} more keys that we do not know, ignored")
+    return training, tuple(warnings)

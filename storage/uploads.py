@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ from storage.s3 import S3Store
 from storage.training import Training, parse_training
 
 _DOWNLOADS = 2
+# In UTF-8. A file system takes 255, and a download has a longer name until it is whole.
+_MAX_NAME_BYTES = 200
 
 
 class UploadedFile(Document):
@@ -86,7 +89,8 @@ class StoredFile:
 class Upload:
     """One complete upload. `adapter_digest` rests on the marker until `download_upload` has verified it.
 
-    `warnings` name what was ignored in training.json.
+    `warnings` name what was ignored in training.json. `ambiguity` says what is wrong with the file names; such an
+    upload is known by what its marker lists alone: no file of it is looked at, and it cannot be downloaded.
     """
 
     marker: UploadMarker
@@ -96,6 +100,7 @@ class Upload:
     training: Training | None = None
     training_digest: str | None = None
     warnings: tuple[str, ...] = ()
+    ambiguity: str | None = None
 
     @property
     def adapter_files(self) -> tuple[StoredFile, ...]:
@@ -142,7 +147,7 @@ def read_upload(store: S3Store, author: str, run: str) -> Upload:
     """Return an upload that is there as its marker says, each file pinned to its ETag.
 
     Raises InvalidName, UploadIncomplete while the marker or a listed file is missing or has another size,
-    UploadAmbiguous, InvalidDocument for a marker or training.json that cannot be used, StoreUnavailable.
+    InvalidDocument for a marker or training.json that cannot be used, StoreUnavailable.
     """
     key = marker_key(author, run)
     try:
@@ -151,15 +156,16 @@ def read_upload(store: S3Store, author: str, run: str) -> Upload:
         raise UploadIncomplete(author, run, f"{MARKER_FILE} is not there yet") from None
     if (marker.author, marker.run) != (author, run):
         raise InvalidDocument(key, f"it is the marker of {marker.author}/{marker.run}")
-    fault = file_names_fault(file.name for file in marker.files)
-    if fault is not None:
-        raise UploadAmbiguous(author, run, fault)
-    files = tuple(_stored(store, marker, file) for file in marker.files)
-    own = [file.digest for file in files if is_adapter_file(file.digest.name)]
+    own = [file for file in marker.files if is_adapter_file(file.name)]
     if not own:
         raise InvalidDocument(key, "it lists neither adapter_config.json nor a weight file")
-    upload = Upload(marker, etag, files, directory_digest(own))
-    return _with_training(store, upload)
+    digest = directory_digest(FileDigest(file.name, file.bytes, file.sha256) for file in own)
+    fault = file_names_fault(file.name for file in marker.files)
+    if fault is not None:
+        stated = {file.name: file.sha256 for file in marker.files}.get(TRAINING_FILE)
+        return Upload(marker, etag, (), digest, training_digest=stated, ambiguity=fault)
+    files = tuple(_stored(store, marker, file) for file in marker.files)
+    return _with_training(store, Upload(marker, etag, files, digest))
 
 
 def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[FileDigest, ...]:
@@ -167,9 +173,12 @@ def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[Fi
 
     The other files of an upload are the trainer's and stay where they are.
 
-    Raises UploadChanged if the upload is another by now, UploadCorrupt if a file keeps coming with other
-    bytes than its marker says, ObjectNotFound if a file was deleted, StoreUnavailable, OSError.
+    Raises UploadAmbiguous if its files cannot be told apart, UploadChanged if it is another by now,
+    UploadCorrupt if a file keeps coming with other bytes than its marker says, ObjectNotFound if a file was
+    deleted, StoreUnavailable, OSError.
     """
+    if upload.ambiguity is not None:
+        raise UploadAmbiguous(upload.marker.author, upload.marker.run, upload.ambiguity)
     directory.mkdir(parents=True, exist_ok=True)
     digests = tuple(_download(store, upload.marker, file, directory) for file in upload.adapter_files)
     marker = store.head(marker_key(upload.marker.author, upload.marker.run))
@@ -179,14 +188,24 @@ def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[Fi
 
 
 def file_names_fault(names: Iterable[str]) -> str | None:
-    """Return what is wrong with the file names of an upload, None if they are plain and can be told apart."""
+    """Return what is wrong with the file names of an upload, None if they are plain and can be told apart.
+
+    Names that differ in case or Unicode form alone are one file on some disks, and two in every store.
+    """
     seen: dict[str, str] = {}
     for name in names:
-        if name in {"", ".", "..", MARKER_FILE} or any(c in "/\\" or not c.isprintable() for c in name):
-            return f"{name!r} is no name for an uploaded file"
-        folded = name.casefold()
+        shown = repr(name[:_MAX_NAME_BYTES])
+        if "/" in name:
+            return f"{shown} lies in a folder; an upload is one folder with one save and no other in it"
+        if name in {"", ".", "..", MARKER_FILE} or "\\" in name or not name.isprintable():
+            return f"{shown} is no name for an uploaded file"
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            return f"{shown}… is longer than {_MAX_NAME_BYTES} bytes"
+        folded = unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+        if seen.get(folded) == name:
+            return f"{shown} is listed twice"
         if folded in seen:
-            return f"{seen[folded]!r} and {name!r} differ in nothing but case"
+            return f"{seen[folded]!a} and {name!a} differ in nothing but case or Unicode form"
         seen[folded] = name
     return None
 

@@ -56,6 +56,9 @@ def inspect(job: Job) -> Step:
         "training": job.upload.training_digest or "none",
         "policy": job.policy.digest if job.policy else "none",
     }
+    if job.upload.ambiguity is not None:
+        # Names of files that are none of the adapter's own count too, and are no part of its digest.
+        inputs["file_names"] = job.upload.ambiguity
     return run_step(job, StepKind.INSPECTED, inputs, work)
 
 
@@ -97,7 +100,7 @@ def read_source(
     Raises:
         AdapterError: it cannot be read as an adapter of its base.
         SourceGone: a file was deleted from the store.
-        UploadChanged, UploadCorrupt, StoreUnavailable: see `storage.uploads.download_upload`.
+        UploadAmbiguous, UploadChanged, UploadCorrupt, StoreUnavailable: see `storage.uploads.download_upload`.
     """
     if (scores, provisional) not in job.inspections:
         job.inspections[scores, provisional] = inspect_adapter(

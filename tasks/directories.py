@@ -14,7 +14,7 @@ from storage.digests import directory_digest, is_adapter_file, sha256_file
 from storage.keys import TRAINING_FILE
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import read_adapter_config
-from tasks.lora.files import open_adapter
+from tasks.lora.files import open_adapter, read_document_bytes
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.target import TargetFormat
@@ -148,7 +148,8 @@ def check_directories(
 
 def adapter_digest(directory: Path) -> str:
     """The digest that an upload of this directory would have."""
-    own = (path for path in directory.iterdir() if is_adapter_file(path.name))
+    uploaded = (path for path in directory.iterdir() if not path.name.startswith(".") and path.is_file())
+    own = (path for path in uploaded if is_adapter_file(path.name))
     return directory_digest(sha256_file(path) for path in own)
 
 
@@ -172,9 +173,9 @@ def _inspect(
 
 
 def _read_training(directory: Path) -> tuple[Training | None, tuple[str, ...]]:
-    path = directory / TRAINING_FILE
-    if not path.is_file():
+    body = read_document_bytes(directory, TRAINING_FILE, label=directory.resolve().name)
+    if body is None:
         return None, ()
     from storage.training import parse_training
 
-    return parse_training(str(path), path.read_bytes())
+    return parse_training(str(directory / TRAINING_FILE), body)

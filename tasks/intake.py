@@ -26,7 +26,6 @@ from storage.errors import (
     ObjectNotFound,
     StoreUnavailable,
     UnknownBase,
-    UploadAmbiguous,
     UploadIncomplete,
 )
 from storage.heldout import HeldoutSet, list_heldout, read_heldout
@@ -124,11 +123,11 @@ def take_in(store: S3Store, author: str, run: str) -> Taken:
 
     Raises:
         AdapterWaits: the upload is not complete yet (nothing to record: it has no digest).
-        IntakeRefused: its file names, or a document that it needs, cannot be used.
+        IntakeRefused: a document that it needs cannot be used.
     """
     label = f"{author}/{run}"
     try:
-        upload = read_upload(store, author, run)
+        upload = _read_upload(store, author, run)
         try:
             base = read_base(store, upload.marker.base)
         except UnknownBase as error:
@@ -140,7 +139,7 @@ def take_in(store: S3Store, author: str, run: str) -> Taken:
             return Taken(upload, base, policy, (), (Code.NO_HELDOUT, str(error)))
     except UploadIncomplete as error:
         raise AdapterWaits(label, Code.INCOMPLETE_UPLOAD, str(error)) from error
-    except (InvalidDocument, UploadAmbiguous) as error:
+    except InvalidDocument as error:
         raise IntakeRefused(label, rule(error).code.value, str(error)) from error
     return Taken(upload, base, policy, heldout, None)
 
@@ -203,6 +202,14 @@ def claimed_job(
         disk.close()
         trim_folders(list((limits.work_path / "served" / marker.base).glob("*/*")), _KEPT)
         _release(ledger, label, log)
+
+
+def _read_upload(store: S3Store, author: str, run: str) -> Upload:
+    try:
+        return read_upload(store, author, run)
+    except InvalidDocument as error:
+        # Its marker or training.json: a file of the upload's, unlike the operator's documents that are read later.
+        raise IntakeRefused(f"{author}/{run}", Code.CORRUPT_OR_PARTIAL.value, str(error)) from error
 
 
 def _open_ledger(store: S3Store, upload: Upload, label: str) -> LedgerHandle:

@@ -28,9 +28,9 @@ from tasks.outcomes import RULED, refusal, rule, stoppage
 # A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
 # shown as stale, and a re-run does the step again.
 STEP_VERSIONS: Mapping[str, str] = {
-    StepKind.INSPECTED: "2",
+    StepKind.INSPECTED: "3",
     StepKind.CONVERTED: "2",
-    StepKind.CHECKED: "2",
+    StepKind.CHECKED: "3",
     StepKind.STAGED: "1",
     StepKind.OPPONENTS: "1",
     StepKind.SCORED: METHOD_VERSION,

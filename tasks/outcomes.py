@@ -80,6 +80,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     lora.EmptyAdapter: Ruling(_Q, Code.EMPTY_ADAPTER),
     lora.EscapingPath: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     lora.AmbiguousWeights: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
+    lora.UnreadableName: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     lora.UnsupportedDtype: Ruling(_Q, Code.UNSUPPORTED_DTYPE),
     lora.PickleRefused: Ruling(_Q, Code.PICKLE_REFUSED),
     # Its config and its base.
@@ -196,10 +197,15 @@ def rule(error: Exception) -> Ruling:
     raise KeyError(type(error))
 
 
+def list_problems(error: Exception) -> tuple[Exception, ...]:
+    """A ruled error, and after it everything else that was found wrong with the same adapter."""
+    return (error, *error.others) if isinstance(error, lora.AdapterError) else (error,)
+
+
 def refusal(error: Exception) -> dict[str, Any]:
-    """A ruled error as a step's result."""
-    code = rule(error).code.value
-    return {"code": code, "codes": [code], "reason": str(error), "where": getattr(error, "where", None)}
+    """A ruled error as a step's result; `codes` has each code of its problems once."""
+    codes = list(dict.fromkeys(rule(one).code.value for one in list_problems(error)))
+    return {"code": codes[0], "codes": codes, "reason": str(error), "where": getattr(error, "where", None)}
 
 
 def refused_document(error: Exception) -> dict[str, Any]:

@@ -332,6 +332,38 @@ def test_a_bad_adapter_is_refused_and_nothing_is_written(
     assert everything(desk) == before
 
 
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_all_that_is_wrong_is_told_a_line_each(offline: Roster, desk: Path, command: str) -> None:
+    tensors = encode(Logical(seed=3)) | {
+        f"base_model.model.lm_head.lora_{factor}.weight": torch.ones(3, 7) for factor in "AB"
+    }
+    tensors["base_model.model.model.layers.1.mlp.experts.lora_A.weight"][5, 2] = float("nan")
+    save_adapter(desk / "trained" / "ash", tensors, bias="all", use_dora=True, lora_B_layout="rank_major")
+    destination = ["serving/ash"] if command == "convert" else []
+    arguments = (command, "trained/ash", *destination, "--base", "models/tiny")
+    ran = offline(*arguments, "--json")
+    refused = ran.document["refused"]
+    assert (ran.code, refused["code"]) == (1, "unsupported_config")
+    assert (refused["where"], refused["all"]) == (
+        "adapter_config.json: bias",
+        ["unsupported_config", "non_finite"],
+    )
+    shown = offline(*arguments)
+    assert (shown.code, shown.out, shown.err) == (1, "", ran.err)
+    lines = shown.err.splitlines()
+    assert lines[0] == f"roster: {refused['message']}"
+    places = [
+        "adapter_config.json: bias",
+        "adapter_config.json: use_dora",
+        "lm_head",
+        "layers.1.mlp.experts.lora_A",
+    ]
+    assert len(lines) == len(places)
+    for line, place in zip(lines, places, strict=True):
+        assert re.fullmatch(rf"roster: ash: \S*{place}\S*: found .+; expected .+\. .+\.", line), line
+    assert "(the first of 2)" in lines[2]
+
+
 @pytest.mark.parametrize(
     ("named", "facts"),
     [

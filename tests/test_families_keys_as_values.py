@@ -199,7 +199,8 @@ def test_values_of_their_own_are_refused(tmp_path: Path) -> None:
         "a layer of sliding attention with keys of its own or a layer of separate values"
     )
     assert error.found == (
-        "layer 2, which is not one: there layers.2.self_attn.k_proj is used in its place, too"
+        "layer 2, which is not one: there layers.2.self_attn.k_proj is used in its place, too "
+        "(the first of 2)"
     )
     assert (
         error.advice == "Submit the adapter as it was trained; those factors are written twice at conversion."

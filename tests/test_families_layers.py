@@ -77,7 +77,10 @@ def test_queries_are_computed_in_one_way(
     name = f"model.layers.1.self_attn.{module}"
     error = refuse(tmp_path / "wrong", tensors | pair(name, 30, size), base)
     assert error.where == f"base_model.model.{name}.lora_A.weight"
-    assert (error.expected, error.found) == (f"a layer of {kind}", "layer 1, which is not one")
+    assert (error.expected, error.found) == (
+        f"a layer of {kind}",
+        "layer 1, which is not one (the first of 2)",
+    )
 
 
 # Dense layers
@@ -113,7 +116,7 @@ def test_dense_layers_take_adapters_where_they_are_listed(
     assert error.expected == (
         "a layer without routed experts, of a base that lists such (the engine leaves others bare)"
     )
-    assert error.found == "layer 2, which is not one"
+    assert error.found == "layer 2, which is not one (the first of 2)"
 
 
 # Keys and values of earlier layers

@@ -180,6 +180,15 @@ def test_wrong_files_are_refused(tmp_path: Path, data: bytes, error: type[Adapte
     assert caught.value.advice
 
 
+@pytest.mark.parametrize("length", [640, 1152, 640 + 65536])
+def test_headers_whose_length_looks_like_a_pickle_are_read(tmp_path: Path, length: int) -> None:
+    """The length is little-endian: these begin with the first bytes of pickles, 80 02 and 80 04."""
+    header = json.dumps({"x": tensor(0, 16)}).encode()
+    data = file_of(header.ljust(length), bytes(16))
+    assert data[:2] in (b"\x80\x02", b"\x80\x04")
+    assert len(open_adapter(write(tmp_path / "a", data), label=LABEL).tensors) == 1
+
+
 def test_missing_folder_and_missing_weights(tmp_path: Path) -> None:
     with pytest.raises(MissingWeights, match="no files"):
         open_adapter(tmp_path / "nowhere", label=LABEL)

@@ -40,6 +40,7 @@ from tasks.lora.names import (
     parse_key,
     parse_names,
 )
+from tasks.lora.problems import Problems
 
 LAYER = "base_model.model.model.layers"
 
@@ -216,9 +217,11 @@ def test_names_that_no_template_spells(path: str) -> None:
 
 def test_one_factor_under_two_decoders_is_refused() -> None:
     names = [f"base_model.model.{decoder}layers.1.mlp.gate.lora_A.weight" for decoder in RENAMED.decoders]
-    with pytest.raises(CollidingNames) as caught:
-        parse_names(names, RENAMED, LABEL)
-    assert (caught.value.where, caught.value.found) == (names[1], f"also {names[0]}")
+    problems = Problems()
+    parse_names(names, RENAMED, LABEL, problems)
+    error = problems.merge()
+    assert isinstance(error, CollidingNames)
+    assert (error.where, error.found) == (names[1], f"also {names[0]}")
 
 
 def test_projections_without_a_gate() -> None:
@@ -305,7 +308,7 @@ def test_parsing_undoes_formatting_in_every_family(data: st.DataObject) -> None:
 
 def test_names_keep_their_order() -> None:
     names = [f"{LAYER}.{layer}.mlp.experts.lora_{factor}.weight" for layer in (10, 2) for factor in "BA"]
-    assert parse_names(names, FAMILY, LABEL) == tuple(
+    assert parse_names(names, FAMILY, LABEL, Problems()) == tuple(
         StackedKey(layer, "down_proj", Factor(factor)) for layer in (10, 2) for factor in "BA"
     )
 
@@ -343,9 +346,10 @@ def test_names_keep_their_order() -> None:
 def test_names_that_become_one_are_refused(
     names: tuple[str, str], where: str, expected: str, found: str
 ) -> None:
-    with pytest.raises(CollidingNames) as caught:
-        parse_names(names, FAMILY, LABEL)
-    error = caught.value
+    problems = Problems()
+    assert parse_names(names, FAMILY, LABEL, problems)[0] is not None
+    error = problems.merge()
+    assert isinstance(error, CollidingNames) and error.others == ()
     assert (error.adapter, error.where, error.expected, error.found) == (LABEL, where, expected, found)
     assert str(error) == f"{LABEL}: {where}: found {found}; expected {expected}. {error.advice}"
     assert "save the one that is meant" in error.advice

@@ -44,6 +44,7 @@ from tasks.lora.inspect import inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import PackingDecision, Source
 from tasks.lora.plan import ConversionPlan, plan_conversion
+from tasks.lora.problems import Problems
 from tasks.lora.reading import read_layout
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.target import TargetFormat
@@ -105,7 +106,11 @@ def read(
         place = end
     files = AdapterFiles(LABEL, Path("nowhere"), (), tuple(entries), ())
     fields = config_fields(**{"target_parameters": None, **config})
-    layout = read_layout(files, parse_adapter_config(json.dumps(fields).encode(), label=LABEL), base)
+    problems = Problems()
+    layout = read_layout(
+        files, parse_adapter_config(json.dumps(fields).encode(), label=LABEL), base, problems
+    )
+    assert layout is not None and not problems
     decisions = tuple(
         PackingDecision(parameter, Packing(packings[parameter]), Source.FORCED, ())
         for parameter in dict.fromkeys(pair.parameter for pair in layout.pairs)

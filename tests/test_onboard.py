@@ -167,31 +167,37 @@ def other_base(folder: Path) -> None:
     save_adapter(folder, tensors)
 
 
-def not_a_number(folder: Path) -> None:
+def not_a_number(folder: Path, **config: Any) -> None:
     logical = Logical()
     logical.b[0, "down_proj"][1, 2, 0] = torch.nan
-    save_adapter(folder, {**encode(logical), **attention()})
+    save_adapter(folder, {**encode(logical), **attention()}, **config)
+
+
+def dora_not_a_number(folder: Path) -> None:
+    not_a_number(folder, use_dora=True)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "says"),
+    ("spoil", "codes", "says"),
     [
-        (no_config, "corrupt_or_partial", "adapter_config.json"),
-        (truncated, "corrupt_or_partial", "adapter_model.safetensors"),
-        (other_base, "base_mismatch", "layers.0.mlp.experts"),
-        (spoil_by_removing_a_factor, "missing_tensor", "layers.1.mlp.experts.lora_B"),
-        (not_a_number, "non_finite", "layers.0.mlp.experts.lora_B"),
+        (no_config, ["corrupt_or_partial"], "adapter_config.json"),
+        (truncated, ["corrupt_or_partial"], "adapter_model.safetensors"),
+        (other_base, ["base_mismatch"], "layers.0.mlp.experts"),
+        (spoil_by_removing_a_factor, ["missing_tensor"], "layers.1.mlp.experts.lora_B"),
+        (not_a_number, ["non_finite"], "layers.0.mlp.experts.lora_B"),
+        (dora_not_a_number, ["unsupported_config", "non_finite"], "use_dora"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_bad_adapters_are_refused_clearly(desk: Desk, spoil: Any, code: str, says: str) -> None:
+def test_bad_adapters_are_refused_clearly(desk: Desk, spoil: Any, codes: list[str], says: str) -> None:
     folder = desk.adapter("birch")
     spoil(folder)
     desk.heldout("birch")
     desk.submit("birch", folder)
-    assert desk.run("birch").name == f"Quarantined: {code}"
+    assert desk.run("birch").name == f"Quarantined: {codes[0]}"
     verdict = desk.ledger("birch").verdict
     assert verdict is not None and verdict.outcome is Outcome.QUARANTINED
+    assert (verdict.result["code"], verdict.result["codes"]) == (codes[0], codes)
     reason = str(verdict.result["reason"])
     assert says in reason and "birch/run-1" in reason
     assert desk.keys("serving/") == [] and desk.keys("control/") == []

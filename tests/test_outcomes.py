@@ -17,7 +17,18 @@ import tasks.errors
 import tasks.lora.errors
 from storage.ledger import Outcome
 from tasks.bpb import verdict
-from tasks.outcomes import MISUSE, NOT_THERE, RULED, RULINGS, Code, rule, stoppage
+from tasks.outcomes import (
+    MISUSE,
+    NOT_THERE,
+    RULED,
+    RULINGS,
+    Code,
+    list_problems,
+    refusal,
+    refused_document,
+    rule,
+    stoppage,
+)
 
 MODULES = (
     tasks.lora.errors,
@@ -105,6 +116,20 @@ def test_an_error_is_ruled_by_its_class_or_parent() -> None:
     with pytest.raises(KeyError):
         rule(ZeroDivisionError())
     assert not issubclass(ZeroDivisionError, RULED)
+
+
+def test_a_refusal_has_each_code_once_in_order() -> None:
+    error = tasks.lora.errors.MissingConfig("a/r", "x", "y", "z")
+    missing = tasks.lora.errors.MissingWeights("a/r", "w", "y", "z")
+    worse = tasks.lora.errors.NonFinite("a/r", "v", "y", "z")
+    error.others = (missing, worse, worse)
+    assert list_problems(error) == (error, missing, worse, worse)
+    told = refusal(error)
+    assert (told["code"], told["codes"]) == ("corrupt_or_partial", ["corrupt_or_partial", "non_finite"])
+    assert (told["where"], told["reason"]) == ("x", str(error))
+    assert refused_document(error)["refused"]["all"] == told["codes"]
+    full = tasks.errors.SourceGone("a/r", "key")
+    assert list_problems(full) == (full,) and refusal(full)["codes"] == ["source_gone"]
 
 
 @pytest.mark.parametrize("kind", sorted(classes(tasks.errors), key=lambda kind: kind.__name__))

@@ -21,7 +21,7 @@ EXAMPLES: dict[errors.StorageError, list[str]] = {
     errors.UploadRefused("/dir", "no files"): ["/dir", "no files"],
     errors.UploadRaced("ada", "r1"): ["ada/r1", "marker", "submit once more"],
     errors.UploadIncomplete("ada", "r1", "x is missing"): ["ada/r1", "x is missing", "submit it again"],
-    errors.UploadAmbiguous("ada", "r1", "two of x"): ["ada/r1", "two of x", "Rename"],
+    errors.UploadAmbiguous("ada", "r1", "two of x"): ["ada/r1", "two of x", "plain names", "submit that"],
     errors.UploadChanged("ada", "r1", "w.safetensors"): ["ada/r1", "w.safetensors", "replaced", "again"],
     errors.UploadCorrupt("ada", "r1", "w", "aa", "bb"): [
         "ada/r1: w",

@@ -1,3 +1,4 @@
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,9 @@ def test_two_submissions_of_one_run_do_not_both_get_the_marker(store: S3Store, t
     assert read_upload(store, "ada", "run-1").marker == winners[0]
 
 
-@pytest.mark.parametrize("case", ["no directory", "nothing", "link", "colliding", "marker"])
+@pytest.mark.parametrize(
+    "case", ["no directory", "nothing", "folders", "link", "colliding", "forms", "bytes", "marker"]
+)
 def test_directories_that_cannot_be_an_adapter_are_refused(store: S3Store, tmp_path: Path, case: str) -> None:
     source = make_adapter_directory(tmp_path / "source")
     match case:
@@ -114,13 +117,28 @@ def test_directories_that_cannot_be_an_adapter_are_refused(store: S3Store, tmp_p
         case "nothing":
             (source / "adapter_config.json").unlink()
             (source / "adapter_model.safetensors").unlink()
-            fact = "expected adapter_config.json and adapter_model.safetensors, found README.md, optimizer.pt"
+            fact = (
+                "expected adapter_config.json and adapter_model.safetensors, found README.md, optimizer.pt: "
+                "name the folder that holds the final adapter"
+            )
+        case "folders":
+            source = tmp_path / "output"
+            for number in (500, 1000):
+                make_adapter_directory(source / f"checkpoint-{number}")
+            fact = "found checkpoint-1000/, checkpoint-500/: name the folder that holds the final adapter"
         case "link":
             (source / "adapter_model.bin").symlink_to("/etc/hostname")
             fact = "adapter_model.bin is a link"
         case "colliding":
             (source / "ADAPTER_CONFIG.json").write_text("{}")
             fact = "'ADAPTER_CONFIG.json' and 'adapter_config.json' differ in nothing but case"
+        case "forms":
+            (source / "caf\u00e9.md").write_text("x")
+            (source / "cafe\u0301.md").write_text("x")
+            fact = r"'cafe\\u0301.md' and 'caf\\xe9.md' differ in nothing but case or Unicode form"
+        case "bytes":
+            Path(os.fsdecode(os.fsencode(source) + b"/caf\xe9.md")).write_text("x")
+            fact = r"'caf\\udce9.md' is no name for an uploaded file"
         case _:
             (source / "_READY.json").write_text("{}")
             fact = "'_READY.json' is no name for an uploaded file"

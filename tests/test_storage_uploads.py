@@ -21,7 +21,7 @@ from storage.errors import (
 from storage.keys import marker_key, upload_file_key
 from storage.s3 import S3Store
 from storage.training import Training
-from storage.uploads import UploadMarker, download_upload, list_uploads, read_upload
+from storage.uploads import UploadMarker, download_upload, file_names_fault, list_uploads, read_upload
 
 
 @pytest.fixture
@@ -114,24 +114,93 @@ def test_an_upload_that_is_not_all_there_waits(store: S3Store, tmp_path: Path, m
         read_upload(store, "ada", "run-1")
 
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
 @pytest.mark.parametrize(
     ("names", "fact"),
     [
-        (["adapter_config.json", "../secret"], "'../secret' is no name for an uploaded file"),
-        (["adapter_config.json", "a\\b"], r"'a\\\\b' is no name for an uploaded file"),
-        (["adapter_config.json", "_READY.json"], "'_READY.json' is no name for an uploaded file"),
-        (["adapter_config.json", "adapter_config.json"], "differ in nothing but case"),
-        (["adapter_model.safetensors", "Adapter_Model.safetensors"], "differ in nothing but case"),
+        ([CONFIG, "../secret"], "'../secret' lies in a folder"),
+        ([CONFIG, "/etc/hostname"], "'/etc/hostname' lies in a folder"),
+        # Several checkpoints in one upload, as a plain copy of a trainer's output folder lists them.
+        ([CONFIG, WEIGHTS, f"checkpoint-500/{WEIGHTS}"], f"'checkpoint-500/{WEIGHTS}' lies in a folder"),
+        ([CONFIG, ".."], "'..' is no name for an uploaded file"),
+        ([CONFIG, "a\\b"], r"'a\\b' is no name for an uploaded file"),
+        ([CONFIG, "a\nb"], r"'a\nb' is no name for an uploaded file"),
+        ([CONFIG, "\u202ebin.a"], r"'\u202ebin.a' is no name for an uploaded file"),
+        ([CONFIG, "_READY.json"], "'_READY.json' is no name for an uploaded file"),
+        ([CONFIG, "é" * 101], "… is longer than 200 bytes"),
+        ([CONFIG, CONFIG], f"'{CONFIG}' is listed twice"),
+        ([WEIGHTS, "Adapter_Model.safetensors"], "differ in nothing but case or Unicode form"),
+        ([WEIGHTS, "straße.md", "STRASSE.md"], r"'stra\xdfe.md' and 'STRASSE.md' differ in nothing but"),
+        (
+            [WEIGHTS, "caf\u00e9.md", "cafe\u0301.md"],
+            r"'caf\xe9.md' and 'cafe\u0301.md' differ in nothing but",
+        ),
+        (
+            [WEIGHTS, "CAF\u00c9.md", "cafe\u0301.md"],
+            r"'CAF\xc9.md' and 'cafe\u0301.md' differ in nothing but",
+        ),
     ],
 )
-def test_file_names_that_escape_or_collide_are_ambiguous(
-    store: S3Store, tmp_path: Path, names: list[str], fact: str
-) -> None:
+def test_file_names_that_escape_or_collide_have_a_fault(names: list[str], fact: str) -> None:
+    """On a disk that ignores case or Unicode forms the second file would take the place of the first."""
+    found = file_names_fault(names)
+    assert found is not None and fact in found
+    assert len(found) < 300
+
+
+def test_an_upload_of_such_names_is_known_and_never_downloaded(store: S3Store, tmp_path: Path) -> None:
+    """It has a digest, by what its marker lists, under which its ledger can say why it is refused."""
     marker = submit_directory(store, make_adapter_directory(tmp_path))
-    files = tuple(marker.files[1].model_copy(update={"name": name}) for name in names)
-    put_marker(store, marker, files=files)
-    with pytest.raises(UploadAmbiguous, match=f"ada/run-1: the upload is ambiguous: .*{fact}"):
-        read_upload(store, "ada", "run-1")
+    file = marker.files[1]
+    digests = set()
+    for other, fault in (
+        (f"checkpoint-500/{CONFIG}", f"'checkpoint-500/{CONFIG}' lies in a folder"),
+        (CONFIG.upper(), f"'{CONFIG}' and '{CONFIG.upper()}' differ in nothing but case"),
+    ):
+        store.put(f"uploads/ada/run-1/{other}", b"{}")
+        put_marker(store, marker, files=(file, file.model_copy(update={"name": other})))
+        upload = read_upload(store, "ada", "run-1")
+        with pytest.raises(UploadAmbiguous) as caught:
+            download_upload(store, upload, tmp_path / "target")
+        assert not (tmp_path / "target").exists()
+        message = str(caught.value)
+        assert message.startswith(f"ada/run-1: the upload is ambiguous: {fault}")
+        assert "Expected one save's files" in message and message.endswith("and submit that.")
+        digests.add(upload.adapter_digest)
+    assert len(digests) == 2, "a file of the adapter's own that is listed beside it makes it another"
+
+
+def test_names_that_can_be_told_apart_are_taken(store: S3Store, tmp_path: Path) -> None:
+    """Letters of any alphabet, spaces and the longest name there may be: downloaded as they were submitted."""
+    source = make_adapter_directory(tmp_path / "source")
+    own = ["adapter_model-ä ö.safetensors", "アダプタ.safetensors", "x" * 188 + ".safetensors"]
+    for number, name in enumerate(own):
+        (source / name).write_bytes(bytes([number]))
+    (source / "cafe\u0301 (1).md").write_text("x")
+    submit_directory(store, source)
+    download_upload(store, read_upload(store, "ada", "run-1"), tmp_path / "target")
+    assert {path.name for path in (tmp_path / "target").iterdir()} == {CONFIG, WEIGHTS, *own}
+    for name in own:
+        assert (tmp_path / "target" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_what_a_trainer_leaves_beside_the_adapter_changes_nothing(store: S3Store, tmp_path: Path) -> None:
+    """Tokenizer, optimizer and other checkpoints' folders: the same adapter, none of them fetched."""
+    source = make_adapter_directory(tmp_path / "source")
+    submit_directory(store, source, run="plain")
+    stray = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    stray += ["vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model", "rng_state_0.pth"]
+    for name in stray:
+        (source / name).write_text("{}")
+    make_adapter_directory(source / "checkpoint-10", seed=8)
+    marker = submit_directory(store, source, run="stray")
+    assert {file.name for file in marker.files} == {*stray, CONFIG, WEIGHTS, "optimizer.pt", "README.md"}
+    plain, full = read_upload(store, "ada", "plain"), read_upload(store, "ada", "stray")
+    assert plain.adapter_digest == full.adapter_digest
+    download_upload(store, full, tmp_path / "target")
+    assert {path.name for path in (tmp_path / "target").iterdir()} == {CONFIG, WEIGHTS}
 
 
 def test_a_marker_of_another_upload_is_refused(store: S3Store, tmp_path: Path) -> None:

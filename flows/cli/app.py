@@ -89,7 +89,8 @@ def run(arguments: list[str]) -> int:
         explained = explain(error)
         if explained is None:
             raise
-        note(f"roster: {explained.message}")
+        for message in (explained.message, *explained.others):
+            note(f"roster: {message}")
         if "--json" in arguments:
             emit_json(explained.document)
         return explained.exit_code

@@ -29,7 +29,8 @@ def inspect(
 ) -> int:
     """Say what an adapter is: family, orientation, packing with every piece of evidence, coverage, problems.
 
-    Refuses what the pipeline refuses before it scores: a rehearsal of a submission that uploads nothing.
+    Refuses what the pipeline refuses before it scores: a rehearsal of a submission that uploads nothing. It tells all
+    that is wrong, a line each: file, config, names, layout, numbers. The first decides the code.
 
     ```
     roster inspect trained/ash --base models/tiny

@@ -18,11 +18,12 @@ _WRONG_PATH = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirect
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A foreseen error, as the command ends with it."""
+    """A foreseen error, as the command ends with it. others: what else is wrong, a line for each."""
 
     exit_code: int
     message: str
     document: dict[str, Any]
+    others: tuple[str, ...] = ()
 
 
 def explain(error: Exception) -> Explained | None:
@@ -47,7 +48,7 @@ def _explain_known(error: Exception) -> Explained | None:
     from storage.errors import InvalidDocument, UnknownBase
     from storage.ledger import Outcome
     from tasks.lora.errors import InvalidBaseConfig
-    from tasks.outcomes import MISUSE, NOT_THERE, RULED, refused_document, rule
+    from tasks.outcomes import MISUSE, NOT_THERE, RULED, list_problems, refused_document, rule
 
     if isinstance(error, UnknownAuthor):
         return _explained(USAGE, f"{error}{_suggest(error.author, error.known)}")
@@ -58,7 +59,8 @@ def _explain_known(error: Exception) -> Explained | None:
         return _explained(UNAVAILABLE, str(error))
     if isinstance(error, RULED):
         if rule(error).outcome in {Outcome.QUARANTINED, Outcome.INCONCLUSIVE}:
-            return Explained(REFUSED, str(error), refused_document(error))
+            first, *others = map(str, list_problems(error))
+            return Explained(REFUSED, first, refused_document(error), tuple(others))
         return _explained(UNAVAILABLE, str(error))
     if _is_of_the_services(error):
         return _explained(UNAVAILABLE, str(error))

@@ -16,7 +16,7 @@ from tasks.lora.strict_json import parse_strict_json
 _HEAD_DIM = "head_dim"
 _LAYERS = Field(("num_hidden_layers",))
 _SHOWN = 200
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = _MOST_EXPERTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class BaseConfig:
     """The dimensions that an adapter of this base must fit, and what the engine calls its parts.
 
     served: the class of the engine that its config.json means. sparse_layers: the numbers of the layers that have
-    routed experts. numbers: the family's fields that the config gives. kinds: the layers of each kind.
+    routed experts. numbers: the family's fields that the config gives. kinds: the layers of each kind. dtype: of the
+    weights, such as bfloat16, as the config says; None where it says nothing.
     """
 
     label: str
@@ -35,6 +36,7 @@ class BaseConfig:
     vocab: int
     numbers: tuple[tuple[Field, int], ...]
     kinds: tuple[tuple[LayerKind, frozenset[int]], ...]
+    dtype: str | None
 
     def size(self, size: Size) -> int:
         """Return a dimension's number. Raises InvalidBaseConfig where the config lacks a field of it."""
@@ -84,9 +86,11 @@ def read_base_config(source: Path | bytes, *, label: str) -> BaseConfig:
         vocab=fields.count(Field(("vocab_size",))),
         numbers=tuple(_list_numbers(fields, family)),
         kinds=tuple(kinds.items()),
+        dtype=_find_dtype(fields),
     )
-    if base.experts == 1:
-        raise fields.invalid(str(family.expert_count), "at least two experts", 1)
+    if not 2 <= base.experts <= _MOST_EXPERTS:
+        expected = f"at least two experts, at most {_MOST_EXPERTS}"
+        raise fields.invalid(str(family.expert_count), expected, base.experts)
     return base
 
 
@@ -155,6 +159,15 @@ def _count_layers(fields: BaseFields, family: Family) -> int:
     if layers > _MOST_LAYERS:
         raise fields.invalid(str(_LAYERS), f"at most {_MOST_LAYERS}", layers)
     return layers
+
+
+def _find_dtype(fields: BaseFields) -> str | None:
+    """The whole's word counts, as for the engine; transformers 4 calls it torch_dtype.
+
+    Source: vLLM 0.32 transformers_utils/model_arch_config_convertor.py, get_torch_dtype.
+    """
+    named = (part.get(name) for part in reversed(fields.parts) for name in ("dtype", "torch_dtype"))
+    return next((word.removeprefix("torch.") for word in named if isinstance(word, str)), None)
 
 
 def _list_numbers(fields: BaseFields, family: Family) -> Iterator[tuple[Field, int]]:

@@ -11,7 +11,9 @@ from tasks.lora.family import Field
 
 BASE_CONFIG_NAME = "config.json"
 
-_COUNT = "a whole number above zero"
+# Far beyond any model, and small enough that every product of sizes can be printed.
+_MOST = 2**31 - 1
+_COUNT = f"a whole number above zero, at most {_MOST}"
 _WHOLE = "a whole number"
 _SHOWN = 200
 
@@ -35,7 +37,7 @@ class BaseFields:
         return next((part[name] for part in self.parts if part.get(name) is not None), None)
 
     def count(self, field: Field) -> int:
-        """Return a whole number above zero. Raises InvalidBaseConfig without one."""
+        """Return a whole number above zero, at most 2**31 - 1. Raises InvalidBaseConfig without one."""
         value = self.optional_count(field)
         if not value:
             raise self.invalid(str(field), _COUNT, "nothing" if value is None else value)
@@ -52,7 +54,7 @@ class BaseFields:
         for part in self.parts:
             found: dict[str, int] = {}
             for path, value in (pair for name in field.names for pair in _walk(part, name)):
-                if type(value) is not int or value < 0:
+                if type(value) is not int or not 0 <= value <= _MOST:
                     raise self.invalid(path, _COUNT, repr(value))
                 found[path] = value
             if len(set(found.values())) > 1:

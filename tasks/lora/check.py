@@ -28,6 +28,8 @@ from tasks.lora.expected import list_expected, list_expected_modules, list_serve
 from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.header import TensorSpec
+from tasks.lora.overflow import find_range
+from tasks.lora.problems import Problems
 from tasks.lora.rebuild import Findings, compare_adapters
 from tasks.lora.resolve import (
     ServedModules,
@@ -52,6 +54,7 @@ class CheckName(StrEnum):
     SIZE = "size"
     SCALING = "scaling"
     FINITE = "finite"
+    IN_RANGE = "in_range"
     TRAINED = "trained"
     SHARED_A = "shared_a"
     ZEROS = "zeros"
@@ -89,6 +92,7 @@ _FAILURES: dict[CheckName, tuple[str, type[AdapterError]]] = {
     CheckName.SIZE: ("as many bytes as the base's sizes give", RoundTripMismatch),
     CheckName.SCALING: ("the scaling that the trainer applied", DeltaMismatch),
     CheckName.FINITE: ("finite values", NonFinite),
+    CheckName.IN_RANGE: ("factors and deltas that are finite as they are served", NonFinite),
     CheckName.TRAINED: ("routed experts that moved", ExpertsUntrained),
     CheckName.SHARED_A: ("one A for all projections of a parameter", DeltaMismatch),
     CheckName.ZEROS: ("zeros where the source has nothing", DeltaMismatch),
@@ -121,6 +125,7 @@ def check_conversion(
             _check_size(output, expected),
             _check_scaling(config, layout, format),
             _check_finite(findings),
+            _check_range(findings, layout),
             _check_trained(findings),
             _check_shared_a(findings),
             _check_zeros(findings, layout),
@@ -131,11 +136,14 @@ def check_conversion(
 
 
 def raise_for(report: CheckReport) -> None:
-    """Raise the error of the first failed check; return if there is none."""
+    """Raise the error of the first failed check, those of others on it; return if there is none."""
+    problems = Problems()
     for check in report.checks:
         if not check.passed:
             expected, error = _FAILURES[check.name]
-            raise error(report.adapter, check.where or f"check {check.name}", expected, check.detail)
+            where = check.where or f"check {check.name}"
+            problems.add(error(report.adapter, where, expected, check.detail), check.name)
+    problems.raise_any()
 
 
 def _check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: list[TensorSpec]) -> CheckResult:
@@ -215,6 +223,18 @@ def _check_finite(findings: Findings) -> CheckResult:
     where = findings.nonfinite[0][0] if count else ""
     return CheckResult(
         CheckName.FINITE, not count, detail, (("nonfinite", count), ("tensors", tensors)), where
+    )
+
+
+def _check_range(findings: Findings, layout: AdapterLayout) -> CheckResult:
+    served, count = find_range(layout.base.dtype), len(findings.overflows)
+    detail, where, peak = f"all within {served}", "", 0.0
+    if count:
+        where, expert, peak = max(findings.overflows, key=lambda overflow: overflow[2])
+        whose = f" of expert {expert}" if expert >= 0 else ""
+        detail = f"{peak:.4g}{whose} in a factor or its delta, the largest of {count} outside {served}"
+    return CheckResult(
+        CheckName.IN_RANGE, not count, detail, (("overflows", count), ("largest", peak)), where
     )
 
 

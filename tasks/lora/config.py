@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,10 @@ from pydantic import (
     ValidationError,
 )
 
-from tasks.lora.errors import AlphaUndecided, InvalidConfig, RankUnsupported, UnsupportedConfig
+from tasks.lora.errors import AdapterError, AlphaUndecided, InvalidConfig, RankUnsupported, UnsupportedConfig
 from tasks.lora.files import CONFIG_NAME, read_config_bytes
 from tasks.lora.patterns import PatternTable, compile_key
+from tasks.lora.problems import Problems
 from tasks.lora.strict_json import parse_strict_json
 
 # What `--max-lora-rank` may be. Source: vLLM 0.32 config/lora.py, MaxLoRARanks.
@@ -145,26 +146,60 @@ class AdapterConfig(BaseModel):
 def read_adapter_config(directory: Path, *, label: str) -> AdapterConfig:
     """Return the folder's config, known to use only features whose effect survives serving.
 
-    Raises MissingConfig, EscapingPath, CorruptFile, InvalidConfig, UnsupportedConfig or RankUnsupported.
+    Raises MissingConfig, EscapingPath, CorruptFile, InvalidConfig, UnsupportedConfig or RankUnsupported, with every
+    other field that is refused among its `others`.
     """
-    config = parse_adapter_config(read_config_bytes(directory, label=label), label=label)
-    _refuse_features(config, label)
-    if config.r > MAX_LORA_RANKS[-1]:
-        raise RankUnsupported(label, f"{CONFIG_NAME}: r", f"at most {MAX_LORA_RANKS[-1]}", str(config.r))
+    config = load_adapter_config(directory, label=label)
+    problems = Problems()
+    for error in list_refusals(config, label):
+        problems.add(error)
+    problems.raise_any()
     return config
 
 
+def load_adapter_config(directory: Path, *, label: str) -> AdapterConfig:
+    """Return the folder's config, whatever it asks for.
+
+    Raises MissingConfig, EscapingPath, CorruptFile or InvalidConfig.
+    """
+    return parse_adapter_config(read_config_bytes(directory, label=label), label=label)
+
+
 def parse_adapter_config(data: bytes, *, label: str) -> AdapterConfig:
-    """Return the config that these bytes spell. Raises InvalidConfig, which names the field."""
+    """Return the config that these bytes spell. Raises InvalidConfig for the first wrong field, the others on it."""
     try:
         return AdapterConfig.model_validate(parse_strict_json(data))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the whole"
-        found = "nothing" if first["type"] == "missing" else repr(first["input"])[:200]
-        raise InvalidConfig(label, f"{CONFIG_NAME}: {field}", first["msg"], found) from error
+        faults = {fault["loc"][:1]: fault for fault in reversed(error.errors(include_url=False))}
+        problems = Problems()
+        for fault in reversed(faults.values()):
+            field = ".".join(map(str, fault["loc"]))[:200] or "the whole"
+            found = "nothing" if fault["type"] == "missing" else repr(fault["input"])[:200]
+            problems.add(InvalidConfig(label, f"{CONFIG_NAME}: {field}", fault["msg"][:200], found))
+        raise problems.merge() from error
     except ValueError as error:
         raise InvalidConfig(label, CONFIG_NAME, "strict JSON", str(error)) from error
+
+
+def list_refusals(config: AdapterConfig, label: str) -> Iterator[AdapterError]:
+    """Yield an error for each feature that would be lost in serving: UnsupportedConfig, and RankUnsupported for r."""
+
+    def refuse(field: str, expected: str, found: object) -> UnsupportedConfig:
+        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200])
+
+    if config.peft_type is not None and config.peft_type.upper() != "LORA":
+        yield refuse("peft_type", "LORA", config.peft_type)
+    if config.bias != "none":
+        yield refuse("bias", "none", config.bias)
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        yield refuse("init_lora_weights", "an init that leaves the base weights alone", init)
+    for field in _REFUSED_FIELDS:
+        value = config.other_fields.get(field)
+        if value not in (None, False, [], {}, ""):
+            yield refuse(field, "nothing", value)
+    if config.r > MAX_LORA_RANKS[-1]:
+        yield RankUnsupported(label, f"{CONFIG_NAME}: r", f"at most {MAX_LORA_RANKS[-1]}", str(config.r))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +271,3 @@ def list_config_warnings(config: AdapterConfig) -> tuple[str, ...]:
             "so the experts may have been trained without it"
         )
     return tuple(warnings)
-
-
-def _refuse_features(config: AdapterConfig, label: str) -> None:
-    def refuse(field: str, expected: str, found: object) -> UnsupportedConfig:
-        return UnsupportedConfig(label, f"{CONFIG_NAME}: {field}", expected, repr(found)[:200])
-
-    if config.peft_type is not None and config.peft_type.upper() != "LORA":
-        raise refuse("peft_type", "LORA", config.peft_type)
-    if config.bias != "none":
-        raise refuse("bias", "none", config.bias)
-    init = config.init_lora_weights
-    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
-        raise refuse("init_lora_weights", "an init that leaves the base weights alone", init)
-    for field in _REFUSED_FIELDS:
-        value = config.other_fields.get(field)
-        if value not in (None, False, [], {}, ""):
-            raise refuse(field, "nothing", value)

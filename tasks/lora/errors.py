@@ -13,7 +13,8 @@ class AdapterError(Exception):
     """An adapter, or the base it names, cannot be read as it stands; retrying will not help.
 
     adapter: the label, such as "author-17/run-3". where: a file, tensor key or config field.
-    expected, found: short phrases. advice: what to do next, one sentence.
+    expected, found: short phrases. advice: what to do next, one sentence. others: what else is wrong with the adapter,
+    where everything was gathered (problems.py).
     """
 
     ADVICE = ""
@@ -25,6 +26,7 @@ class AdapterError(Exception):
         self.expected = expected
         self.found = found
         self.advice = advice or self.ADVICE
+        self.others: tuple[AdapterError, ...] = ()
         super().__init__(adapter, where, expected, found, self.advice)
 
     def __str__(self) -> str:
@@ -63,6 +65,12 @@ class EscapingPath(AdapterError):
     """A file of the adapter is a link to somewhere outside its folder, or no regular file."""
 
     ADVICE = "Upload real files (cp -L follows links)."
+
+
+class UnreadableName(AdapterError):
+    """A file's name is no text in UTF-8, so that nothing can be said of it or kept under it."""
+
+    ADVICE = "Rename the file or take it out of the folder."
 
 
 class CorruptFile(AdapterError):

@@ -19,6 +19,7 @@ from tasks.lora.errors import (
     MissingConfig,
     MissingWeights,
     PickleRefused,
+    UnreadableName,
 )
 from tasks.lora.header import LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, parse_header
 from tasks.lora.strict_json import parse_strict_json
@@ -76,9 +77,10 @@ def open_adapter(directory: Path, *, label: str) -> AdapterFiles:
 
     The weights are one adapter_model.safetensors, or an index and the files that it names; every tensor must
     lie exactly where the index says. Raises MissingWeights, AmbiguousWeights, PickleRefused where pickles are
-    all there is, EscapingPath, CorruptFile, UnsupportedDtype or EmptyAdapter.
+    all there is, EscapingPath, UnreadableName, CorruptFile, UnsupportedDtype or EmptyAdapter.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    _check_entries(directory, names, label)
     places = _read_index(directory, label) if INDEX_NAME in names else None
     chosen = sorted(set(places.values())) if places else [WEIGHTS_NAME]
     _check_chosen(directory, names, chosen, label)
@@ -101,11 +103,22 @@ def read_config_bytes(directory: Path, *, label: str) -> bytes:
 
     Raises MissingConfig, EscapingPath, or CorruptFile for one too large to be a config.
     """
-    if not (directory / CONFIG_NAME).exists():
+    data = read_document_bytes(directory, CONFIG_NAME, label=label)
+    if data is None:
         raise MissingConfig(label, _FOLDER, CONFIG_NAME, "no such file")
-    path, size = resolve_file(directory, CONFIG_NAME, label=label)
+    return data
+
+
+def read_document_bytes(directory: Path, name: str, *, label: str) -> bytes | None:
+    """Return the bytes of a small file, None where there is no such file.
+
+    Raises EscapingPath, or CorruptFile for one too large to be a document.
+    """
+    if not (directory / name).is_symlink() and not (directory / name).exists():
+        return None
+    path, size = resolve_file(directory, name, label=label)
     if size > MAX_CONFIG_BYTES:
-        raise CorruptFile(label, CONFIG_NAME, f"at most {MAX_CONFIG_BYTES} bytes", f"{size} bytes")
+        raise CorruptFile(label, name, f"at most {MAX_CONFIG_BYTES} bytes", f"{size} bytes")
     return path.read_bytes()
 
 
@@ -117,14 +130,42 @@ def resolve_file(directory: Path, name: str, *, label: str) -> tuple[Path, int]:
     expected = f"a regular file inside {_FOLDER}"
     try:
         path = (directory / name).resolve(strict=True)
-    except OSError as error:
-        raise EscapingPath(label, name, expected, f"a link that leads nowhere ({error.strerror})") from error
+    except (OSError, RuntimeError) as error:  # pathlib of Python 3.11 and 3.12 raises RuntimeError for a loop
+        reason = error.strerror if isinstance(error, OSError) else "it leads to itself"
+        raise EscapingPath(label, name, expected, f"a link that leads nowhere ({reason})") from error
     if not path.is_relative_to(directory.resolve()):
         raise EscapingPath(label, name, expected, f"a link to {path}")
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise EscapingPath(label, name, expected, "a folder or a device")
     return path, status.st_size
+
+
+def _check_entries(directory: Path, names: Sequence[str], label: str) -> None:
+    """Refuse what no upload can hold: names that are no text, links that lead elsewhere, pipes and devices.
+
+    Folders are ignored, and so are files whose names begin with a dot, which are never uploaded.
+    """
+    for name in names:
+        if not _is_text(name):
+            raise UnreadableName(label, ascii(name)[:200], "file names in UTF-8", "bytes that are not")
+        if not name.startswith(".") and not _is_folder(directory / name):
+            resolve_file(directory, name, label=label)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # Python has half surrogates for bytes that are no UTF-8
+        return False
+    return True
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def _read_index(directory: Path, label: str) -> Mapping[str, str]:
@@ -155,8 +196,11 @@ def _read_index(directory: Path, label: str) -> Mapping[str, str]:
 
 def _check_chosen(directory: Path, names: Sequence[str], chosen: Sequence[str], label: str) -> None:
     """Refuse a folder that lacks a file of the weights, or holds weights of another save beside them."""
-    parts = [name for name in names if name.startswith("adapter_model-") and name.endswith(_ENDING)]
-    others = [name for name in (WEIGHTS_NAME, *parts) if name in names and name not in chosen]
+    saves = [
+        name for name in names if name.lower().startswith("adapter_model") and name.lower().endswith(_ENDING)
+    ]
+    parts = [name for name in saves if name.startswith("adapter_model-")]
+    others = [name for name in saves if name not in chosen]
     missing = [name for name in chosen if name not in names]
     if chosen == [WEIGHTS_NAME] and missing:
         raise _explain_missing(directory, names, parts, label)
@@ -230,5 +274,6 @@ def _refuse_other_formats(start: bytes, name: str, label: str) -> None:
         raise CorruptFile(
             label, name, "safetensors", "a web page", "A download failed; fetch the file again."
         )
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+    # A header of 640 bytes begins like a pickle too; what follows its length tells the two apart.
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")) and start[LENGTH_BYTES:][:1] != b"{":
         raise PickleRefused(label, name, "safetensors", "pickled weights under another name")

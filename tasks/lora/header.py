@@ -24,6 +24,7 @@ METADATA_KEY = "__metadata__"
 _MOST_DIMENSIONS = 8
 _MOST_DIGITS = 40
 _LIMIT = 10**_MOST_DIGITS
+_MOST_CHARACTERS = 4_096
 
 _DTYPES = ", ".join(ITEM_BYTES)
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
@@ -129,6 +130,8 @@ def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str,
     def corrupt(expected: str, found: object) -> CorruptFile:
         return CorruptFile(adapter, f"{where}: {name[:200]}", expected, str(found)[:200])
 
+    if len(name) > _MOST_CHARACTERS:
+        raise corrupt(f"a name of at most {_MOST_CHARACTERS} characters", f"one of {len(name)}")
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
         raise corrupt("exactly dtype, shape and data_offsets", entry)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

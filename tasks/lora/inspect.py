@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.lora.base import BaseConfig
-from tasks.lora.config import read_adapter_config
+from tasks.lora.config import list_refusals, load_adapter_config
 from tasks.lora.decide import RANK_1, PackedTensor, decide_packing
 from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor
 from tasks.lora.packing import PackingDecision, PolicyStatement, ScoresStatement, Source
+from tasks.lora.problems import Problems
 from tasks.lora.reading import read_layout
 from tasks.lora.sources import AdapterLayout, SourceForm
-from tasks.lora.statements import list_statements
+from tasks.lora.statements import Statements, list_statements
 from tasks.lora.trainers import TrainingStatement, may_train_squares_transposed
 
 
@@ -81,41 +82,45 @@ def inspect_adapter(
     reading of what none of these tells.
     header_only: read names, shapes and the config, no tensor data; then nothing but statements tells the packing.
     Raises any AdapterError but those of a finished conversion; from the data NonFinite, LayoutConflict where it
-    contradicts what is stated, and ExpertsUntrained where every routed delta is zero.
+    contradicts what is stated, and ExpertsUntrained where every routed delta is zero. It is the first of what is wrong
+    with the file, the config, the names, the layout and the data, in this order; all else that could be found is
+    among its `others`.
     """
-    files = open_adapter(directory, label=label)
-    config = read_adapter_config(directory, label=label)
-    layout = read_layout(files, config, base, training=training)
-    parameters = dict.fromkeys(pair.parameter for pair in layout.pairs)
-    statements = {
-        parameter: list_statements(
-            parameter,
-            family=layout.family,
-            config=config,
-            forced=forced,
-            training=training,
-            policy=policy,
-            adapter=label,
-        )
-        for parameter in (parameters if layout.form is SourceForm.STACKED else ())
-    }
+    problems = Problems()
+    files = problems.attempt(open_adapter, directory, label=label)
+    config = problems.attempt(load_adapter_config, directory, label=label)
+    if config is not None:
+        for error in list_refusals(config, label):
+            problems.add(error)
+    if files is None:
+        raise problems.merge()
+    layout = read_layout(files, config, base, problems, training=training)
+    if layout is None:
+        raise problems.merge()
+    said = _gather_statements(layout, problems, forced=forced, training=training, policy=policy)
     survey = None
     if not header_only:
         from tasks.lora.survey import survey_tensors  # torch takes seconds to import; headers need none of it
 
-        survey = survey_tensors(files, layout)
-    packing = tuple(
-        decide_packing(
+        survey = problems.attempt(survey_tensors, files, layout)
+        if survey is None:
+            raise problems.merge()
+    decided = [
+        problems.attempt(
+            decide_packing,
             parameter,
-            said,
+            statements,
             _list_tensors(parameter, layout) if survey is None else survey.list_tensors(parameter),
             None if survey is None else survey.pool(parameter),
             scores,
             provisional=provisional,
             adapter=label,
         )
-        for parameter, said in statements.items()
-    )
+        for parameter, statements in said
+    ]
+    packing = tuple(decision for decision in decided if decision is not None)
+    if len(packing) < len(_list_stacked(layout)):
+        raise problems.merge()
     layout = replace(layout, packing=packing)
     warnings = [*layout.warnings, *_list_packing_warnings(packing), *_list_square_warnings(layout, training)]
     fractions: dict[TensorClass, float] = {}
@@ -123,9 +128,11 @@ def inspect_adapter(
         from tasks.lora.trained import find_trained, is_block_diagonal
 
         layout = replace(layout, block_diagonal=is_block_diagonal(survey, layout))
-        trained = find_trained(survey, layout, weights_name=files.weights_name)
-        fractions = dict(trained.class_fractions)
-        warnings += trained.warnings
+        trained = problems.attempt(find_trained, survey, layout, weights_name=files.weights_name)
+        if trained is not None:
+            fractions = dict(trained.class_fractions)
+            warnings += trained.warnings
+    problems.raise_any()
     ranks = _list_ranks(layout)
     warnings += _list_rank_warnings(layout, ranks)
     counts = {TensorClass.ROUTED_EXPERTS: sum(len(pair.a) + len(pair.b) for pair in layout.pairs)}
@@ -147,6 +154,38 @@ def inspect_adapter(
         files=files,
         layout=layout,
     )
+
+
+def _gather_statements(
+    layout: AdapterLayout,
+    problems: Problems,
+    *,
+    forced: Packing | None,
+    training: TrainingStatement | None,
+    policy: PolicyStatement | None,
+) -> list[tuple[str, Statements]]:
+    """Return what is said of each stacked parameter, but of those of which something unknown is said."""
+    found = []
+    for parameter in _list_stacked(layout):
+        statements = problems.attempt(
+            list_statements,
+            parameter,
+            family=layout.family,
+            config=layout.config,
+            forced=forced,
+            training=training,
+            policy=policy,
+            adapter=layout.label,
+        )
+        if statements is not None:
+            found.append((parameter, statements))
+    return found
+
+
+def _list_stacked(layout: AdapterLayout) -> tuple[str, ...]:
+    if layout.form is not SourceForm.STACKED:
+        return ()
+    return tuple(dict.fromkeys(pair.parameter for pair in layout.pairs))
 
 
 def _list_tensors(parameter: str, layout: AdapterLayout) -> tuple[PackedTensor, ...]:

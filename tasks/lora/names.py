@@ -23,6 +23,7 @@ from tasks.lora.errors import (
     UnsupportedConfig,
 )
 from tasks.lora.family import Family, LinearModule, TensorClass
+from tasks.lora.problems import Problems
 
 PREFIX = "base_model.model."
 
@@ -117,33 +118,41 @@ def parse_key(name: str, family: Family, adapter: str) -> ParsedKey:
     return _parse(name, _grammar(family), family, adapter)
 
 
-def parse_names(names: Iterable[str], family: Family, adapter: str) -> tuple[ParsedKey, ...]:
+def parse_names(
+    names: Iterable[str], family: Family, adapter: str, problems: Problems
+) -> tuple[ParsedKey | None, ...]:
     """Return what each of a file's names means, in the same order; no two mean the same.
 
-    Raises what `parse_key` raises, and CollidingNames for two names of one factor or of two adapters.
+    None for one that means nothing, or what an earlier one means. Adds to `problems` what `parse_key` raises, once
+    for each feature, and CollidingNames for two names of one factor or of two adapters.
     """
     found: dict[ParsedKey, str] = {}
     held: dict[str, str] = {}
     rules = _grammar(family)
+    keys: list[ParsedKey | None] = []
     for name in names:
-        key = _parse(name, rules, family, adapter)
+        try:
+            key = _parse(name, rules, family, adapter)
+        except AdapterError as error:
+            # What a name ends in, of a MalformedKey, has no end of values.
+            problems.add(error, "" if isinstance(error, MalformedKey) else error.found)
+            keys.append(None)
+            continue
         if key in found:
-            raise CollidingNames(
-                adapter,
-                _shorten(name),
-                f"one name of {format_key(key, family)}",
-                f"also {_shorten(found[key])}",
-            )
+            expected = f"one name of {format_key(key, family)}"
+            problems.add(CollidingNames(adapter, _shorten(name), expected, f"also {_shorten(found[key])}"))
+            keys.append(None)
+            continue
         found[key] = name
+        keys.append(key)
         match = _ADAPTER_NAME.search(name)
         if match is not None:
             held.setdefault(match[2], name)
-    if len(held) > 1:
-        first, second, *_ = held
-        raise CollidingNames(
-            adapter, _shorten(held[second]), f"one adapter, {first!r}", f"a factor of the adapter {second!r}"
-        )
-    return tuple(found)
+    first, *others = held or [""]
+    for other in others:
+        expected, said = f"one adapter, {_shorten(first)!r}", f"a factor of the adapter {_shorten(other)!r}"
+        problems.add(CollidingNames(adapter, _shorten(held[other]), expected, said))
+    return tuple(keys)
 
 
 def _parse(name: str, rules: Iterable[_Rule], family: Family, adapter: str) -> ParsedKey:
@@ -303,6 +312,16 @@ def _compile(template: str, decoders: Iterable[str], projections: Iterable[str])
     return re.compile("".join(holes[part] if odd % 2 else re.escape(part) for odd, part in enumerate(parts)))
 
 
+@cache
+def _list_unserved(family: Family) -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return the names of the modules that the engine does not serve, each with the reason."""
+    decoders = tuple(_list_decoders(family))
+    return tuple(
+        (_compile(f"{PREFIX}{{decoder}}{module.source}.{_FACTOR}", decoders, ()), module.why)
+        for module in family.unserved
+    )
+
+
 def _explain(name: str, plain: str, family: Family, adapter: str) -> AdapterError:
     shown = _shorten(name)
     for pattern, feature in _FEATURES:
@@ -317,14 +336,10 @@ def _explain(name: str, plain: str, family: Family, adapter: str) -> AdapterErro
             "a name that ends in .lora_A.weight or .lora_B.weight",
             f"the ending {'.'.join(shown.split('.')[-2:])!r}",
         )
-    for module in family.unserved:
-        if _compile(f"{PREFIX}{{decoder}}{module.source}.{_FACTOR}", _list_decoders(family), ()).fullmatch(
-            plain
-        ):
+    for pattern, why in _list_unserved(family):
+        if pattern.fullmatch(plain):
             advice = "Train without this module, or serve the merged model."
-            return UnexpectedTensor(
-                adapter, shown, "a module that the engine serves as trained", module.why, advice
-            )
+            return UnexpectedTensor(adapter, shown, "a module that the engine serves as trained", why, advice)
     return UnexpectedTensor(
         adapter, shown, f"a module of {family.name}", "a name that no module of this family has"
     )

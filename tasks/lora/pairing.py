@@ -21,6 +21,7 @@ from tasks.lora.files import CONFIG_NAME
 from tasks.lora.header import TensorEntry
 from tasks.lora.layouts import Orientation, PairShapes, decide_orientation
 from tasks.lora.names import PREFIX, CubeKey, ExpertKey, Factor, StackedKey, format_key, normalise_name
+from tasks.lora.problems import Problems
 from tasks.lora.roles import decide_role
 from tasks.lora.sources import ExpertPair
 
@@ -29,12 +30,13 @@ _Key = TypeVar("_Key", StackedKey, ExpertKey, CubeKey)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What an adapter's tensors are held against."""
+    """What an adapter's tensors are held against, and where what does not fit is noted."""
 
     adapter: str
     family: Family
     base: BaseConfig
     config: AdapterConfig
+    problems: Problems
 
     def scale(self, module: str, stored: int) -> LoraScale:
         """Return how a module was trained; `stored` is the rank that its tensors have."""
@@ -46,21 +48,25 @@ def pair_stacked(
 ) -> tuple[tuple[ExpertPair, ...], Orientation]:
     """Return the stacked pairs and the orientation of all of them.
 
-    by_version: for `decide_orientation`. Raises MissingTensor, RankUnsupported, and what `decide_role` and
-    `decide_orientation` raise.
+    by_version: for `decide_orientation`. Problems: MissingTensor, RankUnsupported, and what `decide_role`,
+    `decide_orientation` and `read_scale` raise.
     """
     family, base = frame.family, frame.base
     pairs: list[ExpertPair] = []
     shapes: list[PairShapes] = []
-    roles = _find_roles(frame, found)
+    roles = frame.problems.attempt(_find_roles, frame, found) or []
     for layer in base.sparse_layers:
         for parameter, name in roles:
             why = f"the experts' {parameter.name} in each of {len(base.sparse_layers)} layers"
             a, b = (_find(frame, found, StackedKey(layer, name, factor), why) for factor in Factor)
+            if a is None or b is None:
+                continue
             # The stored name is that of the wrapper; PEFT holds the parameter's against the patterns.
             wrapper = next(item.wrapper for item in family.parameters if item.name == name)
             module = f"{f'{module_name(a)}.'.removesuffix(wrapper)}{parameter.name}"
-            scale = frame.scale(module, a.shape[0] // base.experts)
+            scale = frame.problems.attempt(frame.scale, module, a.shape[0] // base.experts)
+            if scale is None:
+                continue
             sibling = next(item for item in family.parameters if item is not parameter)
             shapes.append(
                 PairShapes(
@@ -77,72 +83,64 @@ def pair_stacked(
             pairs.append(
                 ExpertPair(layer, parameter.name, parameter.projections, scale.rank, scale, (a,), (b,))
             )
-    orientation = decide_orientation(
-        shapes, experts=base.experts, adapter=frame.adapter, by_version=by_version
+    if not shapes:
+        return (), Orientation.STANDARD
+    orientation = frame.problems.attempt(
+        decide_orientation, shapes, experts=base.experts, adapter=frame.adapter, by_version=by_version
     )
     for pair in pairs:
-        _check_rank(frame, pair.a[0], pair.rank)
-    return tuple(pairs), orientation
+        frame.problems.attempt(_check_rank, frame, pair.a[0], pair.rank)
+    return tuple(pairs), orientation or Orientation.STANDARD
 
 
 def pair_experts(frame: Frame, found: Mapping[ExpertKey, TensorEntry]) -> tuple[ExpertPair, ...]:
     """Return one pair for each trained projection of each layer, from tensors of single experts.
 
-    Raises MissingTensor, BaseMismatch, ShapeMismatch, RankUnsupported; UnsupportedConfig or UnsupportedDtype
-    where experts of one projection differ in scaling or dtype.
+    Problems: MissingTensor, BaseMismatch, ShapeMismatch, RankUnsupported, AlphaUndecided; UnsupportedConfig or
+    UnsupportedDtype where experts of one projection differ in scaling or dtype.
     """
     experts = range(frame.base.experts)
     for key, entry in found.items():
         if key.expert not in experts:
-            raise BaseMismatch(
-                frame.adapter,
-                entry.name,
-                f"experts 0 to {experts.stop - 1}, as the base has",
-                f"expert {key.expert}",
-            )
+            expected = f"experts 0 to {experts.stop - 1}, as the base has"
+            frame.problems.add(BaseMismatch(frame.adapter, entry.name, expected, f"expert {key.expert}"))
     pairs = []
     for layer, parameter, projection in _list_trained(frame, {key.projection for key in found}):
         why = f"all {experts.stop} experts' {projection} in each layer"
         a, b = (
-            tuple(
-                _find(frame, found, ExpertKey(layer, expert, projection, factor), why) for expert in experts
-            )
+            [
+                one
+                for expert in experts
+                if (one := _find(frame, found, ExpertKey(layer, expert, projection, factor), why))
+            ]
             for factor in Factor
         )
-        scales = [frame.scale(module_name(entry), entry.shape[0]) for entry in a]
-        for entry, scale in zip(a, scales, strict=True):
-            if scale != scales[0]:
-                raise UnsupportedConfig(
-                    frame.adapter,
-                    f"{CONFIG_NAME}: rank_pattern and alpha_pattern",
-                    f"one rank and alpha for all experts' {projection} of a layer, as engines load them",
-                    f"rank {scale.rank}, alpha {scale.alpha:g} for {module_name(entry)} and "
-                    f"rank {scales[0].rank}, alpha {scales[0].alpha:g} for {module_name(a[0])}",
-                    "Train all experts of a projection with one rank and one alpha.",
-                )
-        pairs.append(_make_pair(frame, layer, parameter, projection, scales[0], a, b))
+        if len(a) != len(experts) or len(b) != len(experts):
+            continue
+        scale = frame.problems.attempt(_read_one_scale, frame, projection, a)
+        if scale is not None:
+            pairs.append(_make_pair(frame, layer, parameter, projection, scale, a, b))
     return tuple(pairs)
 
 
 def pair_cubes(frame: Frame, found: Mapping[CubeKey, TensorEntry]) -> tuple[ExpertPair, ...]:
     """Return one pair for each trained projection of each layer, from tensors of three dimensions.
 
-    Raises MissingTensor, BaseMismatch, ShapeMismatch and RankUnsupported.
+    Problems: MissingTensor, BaseMismatch, ShapeMismatch, RankUnsupported and AlphaUndecided.
     """
     pairs = []
     for layer, parameter, projection in _list_trained(frame, {key.projection for key in found}):
         why = f"the experts' {projection} in each layer"
         a, b = (_find(frame, found, CubeKey(layer, projection, factor), why) for factor in Factor)
-        for entry in (a, b):
-            if entry.shape[0] not in (1, frame.base.experts):
-                raise BaseMismatch(
-                    frame.adapter,
-                    entry.name,
-                    f"{frame.base.experts} experts, or 1 for what all share, along the first axis",
-                    f"shape {entry.shape}",
-                )
-        scale = frame.scale(module_name(a), a.shape[1])
-        pairs.append(_make_pair(frame, layer, parameter, projection, scale, (a,), (b,)))
+        if a is None or b is None:
+            continue
+        for cube in (a, b):
+            if cube.shape[0] not in (1, frame.base.experts):
+                expected = f"{frame.base.experts} experts, or 1 for what all share, along the first axis"
+                frame.problems.add(BaseMismatch(frame.adapter, cube.name, expected, f"shape {cube.shape}"))
+        scale = frame.problems.attempt(frame.scale, module_name(a), a.shape[1])
+        if scale is not None:
+            pairs.append(_make_pair(frame, layer, parameter, projection, scale, (a,), (b,)))
     return tuple(pairs)
 
 
@@ -175,6 +173,8 @@ def _find_roles(frame: Frame, found: Mapping[StackedKey, TensorEntry]) -> list[t
     layer = frame.base.sparse_layers[0]
     why = "a pair in each layer with experts"
     a, b = (_find(frame, found, StackedKey(layer, outer.name, factor), why) for factor in Factor)
+    if a is None or b is None:
+        return []
     role = decide_role(
         a,
         b,
@@ -184,6 +184,22 @@ def _find_roles(frame: Frame, found: Mapping[StackedKey, TensorEntry]) -> list[t
         adapter=frame.adapter,
     )
     return [(role, outer.name)]
+
+
+def _read_one_scale(frame: Frame, projection: str, entries: Sequence[TensorEntry]) -> LoraScale:
+    """Return the scale that all experts' lora_A of a projection of a layer have."""
+    first, *others = (frame.scale(module_name(entry), entry.shape[0]) for entry in entries)
+    for entry, scale in zip(entries[1:], others, strict=True):
+        if scale != first:
+            raise UnsupportedConfig(
+                frame.adapter,
+                f"{CONFIG_NAME}: rank_pattern and alpha_pattern",
+                f"one rank and alpha for all experts' {projection} of a layer, as engines load them",
+                f"rank {scale.rank}, alpha {scale.alpha:g} for {module_name(entry)} and "
+                f"rank {first.rank}, alpha {first.alpha:g} for {module_name(entries[0])}",
+                "Train all experts of a projection with one rank and one alpha.",
+            )
+    return first
 
 
 def _list_trained(frame: Frame, trained: set[str]) -> Iterator[tuple[int, ExpertParameter, str]]:
@@ -209,22 +225,25 @@ def _make_pair(
     }
     for factor, entries in ((Factor.A, a), (Factor.B, b)):
         for entry in entries:
-            check_factor(frame, entry, factor, rank=scale.rank, size=sizes[factor])
+            frame.problems.attempt(check_factor, frame, entry, factor, rank=scale.rank, size=sizes[factor])
             if entry.dtype != entries[0].dtype:
-                raise UnsupportedDtype(
-                    frame.adapter,
-                    entry.name,
-                    f"{entries[0].dtype}, as {entries[0].name} is",
-                    entry.dtype,
-                    "Save all experts' factors of a projection in one dtype.",
+                frame.problems.add(
+                    UnsupportedDtype(
+                        frame.adapter,
+                        entry.name,
+                        f"{entries[0].dtype}, as {entries[0].name} is",
+                        entry.dtype,
+                        "Save all experts' factors of a projection in one dtype.",
+                    )
                 )
     return ExpertPair(layer, projection, (projection,), scale.rank, scale, tuple(a), tuple(b))
 
 
-def _find(frame: Frame, found: Mapping[_Key, TensorEntry], key: _Key, why: str) -> TensorEntry:
+def _find(frame: Frame, found: Mapping[_Key, TensorEntry], key: _Key, why: str) -> TensorEntry | None:
     entry = found.get(key)
     if entry is None:
-        raise MissingTensor(frame.adapter, format_key(key, frame.family), why, "no such tensor")
+        where = format_key(key, frame.family)
+        frame.problems.add(MissingTensor(frame.adapter, where, why, "no such tensor"))
     return entry
 
 

@@ -12,9 +12,11 @@ from tasks.lora.base import BaseConfig
 from tasks.lora.config import AdapterConfig, list_config_warnings
 from tasks.lora.errors import (
     BaseMismatch,
+    MalformedKey,
     MissingTensor,
     MixedForms,
     NoExpertKeys,
+    UnexpectedTensor,
     UnsupportedSourceFormat,
 )
 from tasks.lora.family import Family, LayerKind, LinearModule
@@ -33,6 +35,7 @@ from tasks.lora.names import (
     parse_names,
 )
 from tasks.lora.pairing import Frame, check_factor, module_name, pair_cubes, pair_experts, pair_stacked
+from tasks.lora.problems import Problems
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.trainers import TrainingStatement, orientation_by_peft
 
@@ -47,42 +50,58 @@ _FORMS = {StackedKey: SourceForm.STACKED, ExpertKey: SourceForm.PER_EXPERT, Cube
 
 def read_layout(
     files: AdapterFiles,
-    config: AdapterConfig,
+    config: AdapterConfig | None,
     base: BaseConfig,
+    problems: Problems,
     *,
     training: TrainingStatement | None = None,
-) -> AdapterLayout:
-    """Return the layout of an adapter of this base, its packing still open.
+) -> AdapterLayout | None:
+    """Return the layout of an adapter of this base, its packing still open; None where its parts do not fit together.
 
-    training: what the upload says of its training; its PEFT version counts where the config gives none.
-    Raises, in this order, for names (MalformedKey, UnexpectedTensor, UnsupportedConfig, CollidingNames,
-    UnsupportedSourceFormat, NoExpertKeys, MixedForms), for what the base lacks or the file does (BaseMismatch,
-    MissingTensor, UnsupportedDtype), for shapes and scalings (ShapeMismatch, RankUnsupported, BaseMismatch,
-    AlphaUndecided), and for the layout (LayoutConflict, RoleUndecided, OrientationUndecided).
+    config: without one only names and layers are looked at. training: what the upload says of its training; its PEFT
+    version counts where the config gives none. Adds to `problems`, in this order, for names (MalformedKey,
+    UnexpectedTensor, UnsupportedConfig, CollidingNames, UnsupportedSourceFormat, NoExpertKeys, MixedForms), for what
+    the base lacks or the file does (BaseMismatch, MissingTensor, UnsupportedDtype), for shapes and scalings
+    (ShapeMismatch, RankUnsupported, BaseMismatch, AlphaUndecided), and for the layout (LayoutConflict, RoleUndecided,
+    OrientationUndecided). Names that are refused do not keep the rest from being read.
     """
     family = base.family
-    frame = Frame(files.label, family, base, config)
-    found = _parse_tensors(files, family)
-    form = _find_form(files, found)
-    _check_layers(frame, found)
-    version = config.peft_version or (training.peft_version if training is not None else None)
-    by_version = orientation_by_peft(version, family.stored)
-    orientation = Orientation.STANDARD
-    if form is SourceForm.STACKED:
-        stacked = {key: entry for key, entry in found.items() if isinstance(key, StackedKey)}
-        pairs, orientation = pair_stacked(frame, stacked, by_version)
-    elif form is SourceForm.PER_EXPERT:
-        pairs = pair_experts(
-            frame, {key: entry for key, entry in found.items() if isinstance(key, ExpertKey)}
+    understood = _parse_tensors(files, family, problems)
+    misfits = Problems()
+    form = misfits.attempt(_find_form, files, understood)
+    found = _choose_layers(files.label, base, understood, misfits)
+    layout = None
+    if config is not None:
+        frame = Frame(files.label, family, base, config, misfits)
+        version = config.peft_version or (training.peft_version if training is not None else None)
+        pairs, orientation = _pair_up(frame, form, found, orientation_by_peft(version, family.stored))
+        modules = _match_modules(
+            frame, {key: entry for key, entry in found.items() if isinstance(key, ModuleKey)}
         )
-    else:
-        pairs = pair_cubes(frame, {key: entry for key, entry in found.items() if isinstance(key, CubeKey)})
+        if form is not None and not misfits:
+            layout = _make_layout(files, config, base, form, orientation, pairs, modules)
+    if problems.has(MalformedKey, UnexpectedTensor, UnsupportedSourceFormat):
+        # What seems to be missing may be what was not understood.
+        misfits.drop(MissingTensor, NoExpertKeys)
+    problems.extend(misfits)
+    return layout
+
+
+def _make_layout(
+    files: AdapterFiles,
+    config: AdapterConfig,
+    base: BaseConfig,
+    form: SourceForm,
+    orientation: Orientation,
+    pairs: tuple[ExpertPair, ...],
+    modules: tuple[ModuleTensor, ...],
+) -> AdapterLayout:
     trained = {projection for pair in pairs for projection in pair.projections}
-    projections = [name for parameter in family.parameters for name in parameter.projections]
+    projections = [name for parameter in base.family.parameters for name in parameter.projections]
     absent = tuple(name for name in projections if name not in trained)
     return AdapterLayout(
         label=files.label,
-        family=family,
+        family=base.family,
         base=base,
         config=config,
         form=form,
@@ -91,26 +110,51 @@ def read_layout(
         block_diagonal=False,
         absent=absent,
         pairs=pairs,
-        modules=_match_modules(
-            frame, {key: entry for key, entry in found.items() if isinstance(key, ModuleKey)}
-        ),
+        modules=modules,
         warnings=tuple(_list_warnings(files, config, form, absent, pairs)),
     )
 
 
-def _parse_tensors(files: AdapterFiles, family: Family) -> dict[ParsedKey, TensorEntry]:
-    keys = parse_names([entry.name for entry in files.tensors], family, files.label)
+def _parse_tensors(files: AdapterFiles, family: Family, problems: Problems) -> dict[ParsedKey, TensorEntry]:
+    found: dict[ParsedKey, TensorEntry] = {}
+    keys = parse_names([entry.name for entry in files.tensors], family, files.label, problems)
     for key, entry in zip(keys, files.tensors, strict=True):
+        if key is None:
+            continue
         dimensions = 3 if isinstance(key, CubeKey) else 2
-        if len(entry.shape) != dimensions:
-            raise UnsupportedSourceFormat(
+        if len(entry.shape) == dimensions:
+            found[key] = entry
+            continue
+        problems.add(
+            UnsupportedSourceFormat(
                 files.label,
                 entry.name,
                 f"{dimensions} dimensions",
                 f"shape {entry.shape}",
                 "Save the adapter with PEFT's save_pretrained.",
             )
-    return dict(zip(keys, files.tensors, strict=True))
+        )
+    return found
+
+
+def _pair_up(
+    frame: Frame,
+    form: SourceForm | None,
+    found: Mapping[ParsedKey, TensorEntry],
+    by_version: Orientation | None,
+) -> tuple[tuple[ExpertPair, ...], Orientation]:
+    if form is SourceForm.STACKED:
+        return pair_stacked(
+            frame, {key: entry for key, entry in found.items() if isinstance(key, StackedKey)}, by_version
+        )
+    pairs: tuple[ExpertPair, ...] = ()
+    if form is SourceForm.PER_EXPERT:
+        pairs = pair_experts(
+            frame, {key: entry for key, entry in found.items() if isinstance(key, ExpertKey)}
+        )
+    elif form is SourceForm.CUBE:
+        pairs = pair_cubes(frame, {key: entry for key, entry in found.items() if isinstance(key, CubeKey)})
+    return pairs, Orientation.STANDARD
 
 
 def _find_form(files: AdapterFiles, found: Mapping[ParsedKey, TensorEntry]) -> SourceForm:
@@ -134,26 +178,34 @@ def _find_form(files: AdapterFiles, found: Mapping[ParsedKey, TensorEntry]) -> S
     return form
 
 
-def _check_layers(frame: Frame, found: Mapping[ParsedKey, TensorEntry]) -> None:
-    base = frame.base
+def _choose_layers(
+    adapter: str, base: BaseConfig, found: Mapping[ParsedKey, TensorEntry], problems: Problems
+) -> dict[ParsedKey, TensorEntry]:
+    """Return what belongs to a layer of the base that has such a thing; the rest are problems."""
+    chosen: dict[ParsedKey, TensorEntry] = {}
     for key, entry in found.items():
-        if key.layer >= base.layers:
-            raise BaseMismatch(
-                frame.adapter,
-                entry.name,
-                f"layers 0 to {base.layers - 1}, as the base has",
-                f"layer {key.layer}",
-            )
-        kinds = _list_kinds(frame.family, key)
-        if not any(base.has(key.layer, kind) for kind in kinds):
-            expected = " or ".join(f"a layer {_describe(kind)}" for kind in kinds)
-            where = f"layer {key.layer}, which is not one"
-            original = _find_original(base, key)
-            if original is None:
-                raise BaseMismatch(frame.adapter, entry.name, expected, where)
-            where += f": there {original.sources[0].format(layer=key.layer)} is used in its place, too"
-            advice = "Submit the adapter as it was trained; those factors are written twice at conversion."
-            raise BaseMismatch(frame.adapter, entry.name, expected, where, advice)
+        if key.layer < base.layers and any(
+            base.has(key.layer, kind) for kind in _list_kinds(base.family, key)
+        ):
+            chosen[key] = entry
+        else:
+            problems.add(_explain_layer(adapter, base, key, entry))
+    return chosen
+
+
+def _explain_layer(adapter: str, base: BaseConfig, key: ParsedKey, entry: TensorEntry) -> BaseMismatch:
+    if key.layer >= base.layers:
+        return BaseMismatch(
+            adapter, entry.name, f"layers 0 to {base.layers - 1}, as the base has", f"layer {key.layer}"
+        )
+    expected = " or ".join(f"a layer {_describe(kind)}" for kind in _list_kinds(base.family, key))
+    where = f"layer {key.layer}, which is not one"
+    original = _find_original(base, key)
+    if original is None:
+        return BaseMismatch(adapter, entry.name, expected, where)
+    where += f": there {original.sources[0].format(layer=key.layer)} is used in its place, too"
+    advice = "Submit the adapter as it was trained; those factors are written twice at conversion."
+    return BaseMismatch(adapter, entry.name, expected, where, advice)
 
 
 def _describe(kind: LayerKind) -> str:
@@ -179,25 +231,28 @@ def _find_original(base: BaseConfig, key: ParsedKey) -> LinearModule | None:
 
 
 def _match_modules(frame: Frame, modules: Mapping[ModuleKey, TensorEntry]) -> tuple[ModuleTensor, ...]:
-    matched = []
-    for key in sorted(modules, key=lambda key: (key.layer, key.template, key.factor)):
-        entry = modules[key]
-        other = Factor.B if key.factor is Factor.A else Factor.A
-        partner = ModuleKey(key.layer, key.template, key.kind, other)
-        if partner not in modules:
-            raise MissingTensor(
-                frame.adapter,
-                format_key(partner, frame.family),
-                f"the partner of {entry.name}",
-                "no such tensor",
-            )
-        module = find_module(key, frame.base)
-        stored, _ = entry.shape if key.factor is Factor.A else reversed(entry.shape)
-        scale = frame.scale(module_name(entry), stored)
-        size = frame.base.size(module.in_size if key.factor is Factor.A else module.out_size)
-        check_factor(frame, entry, key.factor, rank=scale.rank, size=size)
-        matched.append(ModuleTensor(key, entry, scale))
-    return tuple(matched)
+    keys = sorted(modules, key=lambda key: (key.layer, key.template, key.factor))
+    matched = (frame.problems.attempt(_match_module, frame, modules, key) for key in keys)
+    return tuple(module for module in matched if module is not None)
+
+
+def _match_module(frame: Frame, modules: Mapping[ModuleKey, TensorEntry], key: ModuleKey) -> ModuleTensor:
+    entry = modules[key]
+    other = Factor.B if key.factor is Factor.A else Factor.A
+    partner = ModuleKey(key.layer, key.template, key.kind, other)
+    if partner not in modules:
+        raise MissingTensor(
+            frame.adapter,
+            format_key(partner, frame.family),
+            f"the partner of {entry.name}",
+            "no such tensor",
+        )
+    module = find_module(key, frame.base)
+    stored, _ = entry.shape if key.factor is Factor.A else reversed(entry.shape)
+    scale = frame.scale(module_name(entry), stored)
+    size = frame.base.size(module.in_size if key.factor is Factor.A else module.out_size)
+    check_factor(frame, entry, key.factor, rank=scale.rank, size=size)
+    return ModuleTensor(key, entry, scale)
 
 
 def _list_warnings(

@@ -18,10 +18,18 @@ from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor, format_served_module_keys
+from tasks.lora.overflow import ServingRange, find_peak, find_range, find_suspects
 from tasks.lora.rearrange import one_thread
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.target import TargetFormat
-from tasks.lora.tensors import TensorReader, bits, count_nonfinite, open_tensors, take_magnitudes
+from tasks.lora.tensors import (
+    TORCH_DTYPES,
+    TensorReader,
+    bits,
+    count_nonfinite,
+    open_tensors,
+    take_magnitudes,
+)
 
 
 @dataclass(slots=True)
@@ -30,7 +38,8 @@ class Findings:
 
     compared: source tensors. differing: those not found again bit for bit. unshared: parameters whose
     projections do not share A. nonzero: output tensors with numbers where the source has none. nonfinite: (tensor,
-    count). trained: class to one truth value a pair.
+    count). overflows: (source tensor, expert or -1, largest magnitude) where finite factors leave the range that is
+    served. trained: class to one truth value a pair.
     """
 
     compared: int = 0
@@ -38,6 +47,7 @@ class Findings:
     unshared: list[str] = field(default_factory=list)
     nonzero: list[str] = field(default_factory=list)
     nonfinite: list[tuple[str, int]] = field(default_factory=list)
+    overflows: list[tuple[str, int, float]] = field(default_factory=list)
     trained: dict[TensorClass, list[bool]] = field(default_factory=dict)
 
 
@@ -60,7 +70,7 @@ def compare_adapters(
     }
     findings = Findings()
     with open_tensors(source) as old, open_tensors(converted) as new, one_thread():
-        comparison = _Comparison(old, new, usable, layout, format, findings)
+        comparison = _Comparison(old, new, usable, layout, format, findings, find_range(layout.base.dtype))
         for layer in layout.base.sparse_layers:
             for parameter in layout.family.parameters:
                 comparison.compare_parameter(layer, parameter)
@@ -79,6 +89,7 @@ class _Comparison:
     layout: AdapterLayout
     format: TargetFormat
     findings: Findings
+    range: ServingRange
 
     def compare_parameter(self, layer: int, parameter: ExpertParameter) -> None:
         groups = {
@@ -89,35 +100,71 @@ class _Comparison:
         ):
             return
         pairs = list_owners(self.layout, layer, parameter.projections)
-        moved: dict[Factor, dict[str, torch.Tensor]] = {}
+        peaks: dict[Factor, dict[str, torch.Tensor]] = {}
         for factor in Factor:
             if self.format is TargetFormat.STACKED:
-                moved[factor] = self._compare_stacked(groups[factor][0], parameter, pairs, factor)
+                peaks[factor] = self._compare_stacked(groups[factor][0], parameter, pairs, factor)
             else:
-                moved[factor] = self._compare_experts(groups[factor], parameter, pairs, factor)
+                peaks[factor] = self._compare_experts(groups[factor], parameter, pairs, factor)
         routed = self.findings.trained.setdefault(TensorClass.ROUTED_EXPERTS, [])
-        for projection, a_moved in moved[Factor.A].items():
-            routed.extend((a_moved & moved[Factor.B][projection]).any(dim=1).tolist())
+        for projection, a in peaks[Factor.A].items():
+            routed.extend(((a != 0) & (peaks[Factor.B][projection] != 0)).any(dim=1).tolist())
+        for pair in pairs:
+            self._note_overflows(pair, parameter, peaks)
 
     def compare_modules(self, pair: tuple[ModuleTensor, ModuleTensor]) -> None:
         moved = []
+        sources: list[torch.Tensor] = []
         for module in pair:
             names = format_served_module_keys(module.key, self.layout.base)
             if not all(name in self.entries for name in names):
                 continue
             tensors = [self.new.read_tensor(self.entries[name]) for name in names]
-            source = bits(self.old.read_tensor(module.entry))
+            source = self.old.read_tensor(module.entry)
             self.findings.compared += 1
-            if not all(torch.equal(bits(tensor), source) for tensor in tensors):
+            if not all(torch.equal(bits(tensor), bits(source)) for tensor in tensors):
                 self.findings.differing.append(module.entry.name)
-            moved.append(bool(self._note_values(names, torch.stack(tensors)).all()))
+            moved.append(bool(self._note_values(names, torch.stack(tensors)).any(dim=1).all()))
+            sources.append(source if module.key.factor is Factor.A else source.T)
         moved_both = len(moved) == len(pair) and all(moved)
         self.findings.trained.setdefault(pair[0].key.kind, []).append(moved_both)
+        if len(sources) == len(pair):
+            self._note_peak(pair[1].entry.name, -1, sources[0], sources[1], pair[1].scale.scaling)
+
+    def _note_overflows(
+        self, pair: ExpertPair, parameter: ExpertParameter, peaks: dict[Factor, dict[str, torch.Tensor]]
+    ) -> None:
+        """Note the experts of a pair that leave the range; only those are multiplied that may."""
+        scaling, largest = pair.scale.scaling, self.range.largest
+        suspects = {
+            projection: find_suspects(
+                peaks[Factor.A][projection], peaks[Factor.B][projection], scaling, largest
+            )
+            for projection in pair.projections
+        }
+        if not any(bool(found.any()) for found in suspects.values()):
+            return
+        lines = {}
+        for factor in Factor:
+            dtype = TORCH_DTYPES[self._holders(pair, factor)[0].dtype]
+            found = self._read_source_lines(pair, factor).view(dtype)
+            lines[factor] = dict(self._split(pair, found, parameter, factor))
+        names = [entry.name for entry in self._holders(pair, Factor.B)]
+        for projection, found in suspects.items():
+            for expert in found.nonzero().flatten().tolist():
+                name = names[expert] if len(names) > 1 else names[0]
+                a, b = (lines[factor][projection][expert] for factor in Factor)
+                self._note_peak(name, expert, a, b, scaling)
+
+    def _note_peak(self, name: str, expert: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        peak = find_peak(a, b, scaling, self.range.largest)
+        if peak:
+            self.findings.overflows.append((name, expert, peak))
 
     def _compare_experts(
         self, groups: list[ServedGroup], parameter: ExpertParameter, pairs: list[ExpertPair], factor: Factor
     ) -> dict[str, torch.Tensor]:
-        """Compare one factor with one tensor per expert; return for each trained projection (experts, rank): moved?"""
+        """Compare one factor with one tensor per expert; return the peaks of each trained projection."""
         lines = {group.projections[0]: self._read_expert_lines(group, factor) for group in groups}
         trained: set[str] = set()
         for pair in pairs:
@@ -128,7 +175,7 @@ class _Comparison:
                 self.findings.unshared.append(f"layer {pair.layer} {pair.parameter}")
             joined = _join(parts, parameter, factor, block_diagonal=self.layout.block_diagonal)
             self._compare_source(pair, factor, joined)
-        moved = {}
+        peaks = {}
         for group in groups:
             projection = group.projections[0]
             if projection not in trained:
@@ -139,8 +186,8 @@ class _Comparison:
                 ]
             found = self._note_values(group.names, lines[projection])
             if projection in trained:
-                moved[projection] = found
-        return moved
+                peaks[projection] = found
+        return peaks
 
     def _compare_stacked(
         self, group: ServedGroup, parameter: ExpertParameter, pairs: list[ExpertPair], factor: Factor
@@ -161,7 +208,9 @@ class _Comparison:
         if numbers:
             self.findings.nonzero.append(group.names[0])
         self._note_values(group.names, lines)  # overwrites the lines with their magnitudes
-        return {projection: bits(part).amax(dim=2) != 0 for projection, part in parts.items()}
+        return {
+            projection: bits(part).amax(dim=2).view(part.dtype).double() for projection, part in parts.items()
+        }
 
     def _split(
         self, pair: ExpertPair, part: torch.Tensor, parameter: ExpertParameter, factor: Factor
@@ -240,9 +289,9 @@ class _Comparison:
         return lines.view(experts, rank, -1)
 
     def _note_values(self, names: tuple[str, ...], lines: torch.Tensor) -> torch.Tensor:
-        """Note what is not finite and return which lines hold anything but zeros. Overwrites them.
+        """Note what is not finite and return the peaks: (tensors, rank), the largest magnitude of each line, float64.
 
-        lines: (tensors, rank, positions); one name for each tensor, or one for all.
+        lines: (tensors, rank, positions); one name for each tensor, or one for all. They are overwritten.
         """
         magnitudes = take_magnitudes(lines)
         peaks = magnitudes.amax(dim=2)
@@ -252,7 +301,7 @@ class _Comparison:
                 count = count_nonfinite(part, lines.dtype)
                 if count:
                     self.findings.nonfinite.append((name, count))
-        return peaks != 0
+        return peaks.view(lines.dtype).double()
 
 
 def _rows(parameter: ExpertParameter, projection: str, size: int) -> slice:

@@ -45,7 +45,10 @@ def staged_folder(destination: Path) -> Iterator[Path]:
 
     It lies beside the destination, so that the last step is one rename. Raises DestinationExists.
     """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+    # A link is never replaced: a folder cannot be renamed to it, and where it leads is not ours to fill.
+    if destination.is_symlink() or (
+        destination.exists() and (not destination.is_dir() or any(destination.iterdir()))
+    ):
         raise DestinationExists(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}.", suffix=".partial"))
