@@ -16,6 +16,7 @@ from types import FrameType
 BENCHES = {
     "packing": "is the packing of trained adapters told right from their tensors?",
     "convert": "a conversion of the published size, beside a plain copy and a script written by hand",
+    "fuzz": "does everything that is wrong with an adapter end in an error of our own?",
 }
 
 HELP = "\n".join(
