@@ -35,10 +35,12 @@ from lora_builders import (
     stacked_name,
 )
 
+from tasks.lora import rebuild
 from tasks.lora.base import read_base_config
 from tasks.lora.check import CheckName, CheckReport, CheckResult, check_conversion, raise_for
 from tasks.lora.convert import convert_adapter
 from tasks.lora.errors import NonFinite
+from tasks.lora.overflow import find_peak
 from tasks.lora.plan import plan_conversion
 from tasks.lora.target import TargetFormat
 
@@ -120,6 +122,27 @@ def test_experts_whose_deltas_overflow_are_counted(
     assert "float16, up to 65504" in error.found
     assert error.expected == "factors and deltas that are finite as they are served"
     assert error.advice
+
+
+def test_products_are_not_made_once_enough_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 30B-shaped adapter that overflowed throughout took six minutes to check."""
+    made = []
+
+    def count_and_find(*args: Any) -> float:
+        made.append(args)
+        return find_peak(*args)
+
+    monkeypatch.setattr(rebuild, "find_peak", count_and_find)
+    monkeypatch.setattr(rebuild, "MOST_OVERFLOWS", 2)
+    monkeypatch.setattr("tasks.lora.check.MOST_OVERFLOWS", 2)
+    logical = enlarge(Logical())
+    for b in logical.b.values():
+        b.mul_(1e4)
+    found = in_range(
+        check(tmp_path, encode(logical, packing="rank_major", orientation="standard"), packing="rank_major")
+    )
+    assert not found.passed and dict(found.figures)["overflows"] == len(made) == 2
+    assert "the largest of the first 2 outside float16" in found.detail
 
 
 @pytest.mark.parametrize("encoder", [encode_experts, encode_cubes])

@@ -28,7 +28,7 @@ from tasks.lora.expected import list_expected, list_expected_modules, list_serve
 from tasks.lora.family import TensorClass
 from tasks.lora.files import AdapterFiles, open_adapter
 from tasks.lora.header import TensorSpec
-from tasks.lora.overflow import find_range
+from tasks.lora.overflow import MOST_OVERFLOWS, find_range
 from tasks.lora.problems import Problems
 from tasks.lora.rebuild import Findings, compare_adapters
 from tasks.lora.resolve import (
@@ -232,7 +232,8 @@ def _check_range(findings: Findings, layout: AdapterLayout) -> CheckResult:
     if count:
         where, expert, peak = max(findings.overflows, key=lambda overflow: overflow[2])
         whose = f" of expert {expert}" if expert >= 0 else ""
-        detail = f"{peak:.4g}{whose} in a factor or its delta, the largest of {count} outside {served}"
+        many = f"the first {count}" if count == MOST_OVERFLOWS else count
+        detail = f"{peak:.4g}{whose} in a factor or its delta, the largest of {many} outside {served}"
     return CheckResult(
         CheckName.IN_RANGE, not count, detail, (("overflows", count), ("largest", peak)), where
     )

@@ -14,6 +14,9 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 """By what the base's config says. Source: vLLM 0.32 config/model.py, _resolve_auto_dtype: float32 is served as the
 first type that the platform supports, bfloat16."""
 
+MOST_OVERFLOWS = 64
+"""After so many of an adapter, no more are looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServingRange:

@@ -18,7 +18,7 @@ from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry, TensorSpec
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor, format_served_module_keys
-from tasks.lora.overflow import ServingRange, find_peak, find_range, find_suspects
+from tasks.lora.overflow import MOST_OVERFLOWS, ServingRange, find_peak, find_range, find_suspects
 from tasks.lora.rearrange import one_thread
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
 from tasks.lora.target import TargetFormat
@@ -157,6 +157,9 @@ class _Comparison:
                 self._note_peak(name, expert, a, b, scaling)
 
     def _note_peak(self, name: str, expert: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        # One is enough to refuse the adapter; all products of a large one that overflows throughout take minutes.
+        if len(self.findings.overflows) == MOST_OVERFLOWS:
+            return
         peak = find_peak(a, b, scaling, self.range.largest)
         if peak:
             self.findings.overflows.append((name, expert, peak))
