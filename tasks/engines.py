@@ -53,14 +53,16 @@ def require_same_engine(job: Job, engine_id: str) -> None:
         raise EngineChanged(job.base.name, engine_id, now)
 
 
-def require_engine(job: Job, needs: Sequence[EngineNeeds]) -> None:
-    """Return if the engine says of itself that it can serve these adapters and give scores that stand.
+def require_engine(job: Job, needs: Sequence[EngineNeeds]) -> EngineInfo:
+    """What the engine says of itself, if that is that it can serve these adapters and give scores that stand.
 
     Raises:
         EngineUnverified: it published nothing, or nothing that we understand.
         EngineUnfit, EngineTooOld: see `tasks.engine_fit.check_engine`.
     """
-    check_engine(_read_engine(job), job.base.name, job.base.document.served_model, needs)
+    info = _read_engine(job)
+    check_engine(info, job.base.name, job.base.document.served_model, needs)
+    return info
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from tasks.conversion import ensure_converted
 from tasks.engine_fit import needs_of_manifest, needs_of_record
 from tasks.engines import (
     leased_engine,
-    published_engine,
     published_engine_id,
     require_engine,
     require_same_engine,
@@ -109,11 +108,11 @@ def _score(
     def work() -> Result:
         opponents = tuple(_opponent(job, other) for other in wrong)
         own = needs_of_record(job.label, converted.result)
-        require_engine(job, [own, *map(needs_of_manifest, opponents)])
+        info = require_engine(job, [own, *map(needs_of_manifest, opponents)])
         units = _units(job)
         subjects = _subjects(job, inspected, converted, opponents)
         own_path, _, *wrong_paths = (Path(subject.path) for subject in subjects if subject.path is not None)
-        require_resolved(job, own_path, wrong_paths)
+        require_resolved(job, info, own_path, wrong_paths)
         with leased_engine(job) as engine:
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)
@@ -123,7 +122,7 @@ def _score(
             except EngineRefused as refused:
                 _explain_refusal(job, engine, prepared, converted, refused)
             require_same_engine(job, engine_id)
-        record = _record(job, engine_id, units, prepared, measured) | {"untested": _untested(job)}
+        record = _record(job, engine_id, units, prepared, measured) | {"untested": list(info.untested)}
         drift = find_drift(job, measured)
         return Result(Outcome.STOPPED, record | drift) if drift else Result(Outcome.DONE, record)
 
@@ -261,12 +260,6 @@ def _explain_refusal(
         job.disk.drop(path)
         raise FilesDamaged(job.label, str(path), refused.message) from refused
     raise refused
-
-
-def _untested(job: Job) -> list[str]:
-    """What of the engine's way of serving nobody has verified."""
-    info = published_engine(job)
-    return list(info.untested) if info else []
 
 
 def _report(job: Job) -> Progress:

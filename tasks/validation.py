@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from roster.serving_engine import EngineInfo
 from storage.ledger import Outcome, Step, StepKind
 from tasks.conversion import ensure_converted, read_source, target_format
 from tasks.engines import published_engine
@@ -42,8 +44,8 @@ def check(job: Job, inspected: Step, converted: Step) -> Step:
     return run_step(job, StepKind.CHECKED, inputs, work)
 
 
-def require_resolved(job: Job, own: Path, others: Sequence[Path]) -> None:
-    """Return if the running engine will use every key of a converted adapter, or has not told what it uses.
+def require_resolved(job: Job, info: EngineInfo, own: Path, others: Sequence[Path]) -> None:
+    """Return if the running engine, as it told of itself, will use every key of a converted adapter.
 
     others: its opponents', which were found good when they were judged; what the engine leaves unused of theirs now
     would make them easy to beat.
@@ -52,12 +54,10 @@ def require_resolved(job: Job, own: Path, others: Sequence[Path]) -> None:
         EngineUnfit: its settings keep it from using some that its class could serve.
         UnresolvedKeys: some of its own lead nowhere, whatever the settings.
     """
-    info, base = published_engine(job), _read_base(job)
-    if info is None:
-        return
-    check_resolved(job.label, _read_names(job, own), list_witnesses(info, base), base.family)
-    for directory in (own, *others):
-        gap = find_engine_gap(_read_names(job, directory), info, base)
+    base, names = _read_base(job), _read_names(job, own)
+    check_resolved(job.label, names, list_witnesses(info, base), base.family)
+    for each in chain([names], (_read_names(job, other) for other in others)):
+        gap = find_engine_gap(each, info, base)
         if gap is not None:
             raise EngineUnfit(job.base.name, gap.setting, gap.expected, gap.found, gap.advice)
 

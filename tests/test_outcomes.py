@@ -42,6 +42,7 @@ ELSEWHERE = {
     tasks.lora.errors.AdapterError: "a parent; only its children are raised",
     tasks.bpb.errors.BpbError: "a parent; only its children are raised",
     tasks.bpb.engine_errors.EngineError: "a parent; only its children are raised",
+    tasks.bpb.engine_errors.EngineAtFault: "a parent; only its children are raised",
     tasks.errors.PipelineError: "a parent; only its children are raised",
     storage.errors.StorageError: "a parent; only its children are raised",
     roster.errors.RosterError: "a parent; only its children are raised",

@@ -44,8 +44,10 @@ class EngineRefused(EngineError):
         )
 
 
-class EngineFlagMissing(EngineError):
-    """A server did not take an adapter because of how it was started; no adapter of this kind would have done."""
+class EngineAtFault(EngineError):
+    """A server did not take an adapter, and would have taken no other of its kind. WHOSE: what has to change."""
+
+    WHOSE = ""
 
     def __init__(self, name: str, message: str, cause: str, advice: str) -> None:
         super().__init__(name, message, cause, advice)
@@ -56,26 +58,21 @@ class EngineFlagMissing(EngineError):
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: expected the engine to load it, found: {self.message} That is the engine's setting, not the "
+            f"{self.name}: expected the engine to load it, found: {self.message} That is {self.WHOSE}, not the "
             f"adapter: {self.cause}. {self.advice}."
         )
 
 
-class EngineUnsupported(EngineError):
-    """A server did not take an adapter because its vLLM cannot; no adapter of this kind would have done."""
+class EngineFlagMissing(EngineAtFault):
+    """It was started without a setting that it needs for it."""
 
-    def __init__(self, name: str, message: str, cause: str, advice: str) -> None:
-        super().__init__(name, message, cause, advice)
-        self.name = name
-        self.message = message
-        self.cause = cause
-        self.advice = advice
+    WHOSE = "the engine's setting"
 
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: expected the engine to load it, found: {self.message} That is this vLLM, not the adapter: "
-            f"{self.cause}. {self.advice}."
-        )
+
+class EngineUnsupported(EngineAtFault):
+    """Its vLLM cannot."""
+
+    WHOSE = "this vLLM"
 
 
 class EngineProtocolError(EngineError):
