@@ -181,7 +181,10 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class VerdictRow:
-    """A row of the view `verdicts`: one terminal verdict. Figures are bits per byte."""
+    """A row of the view `verdicts`: one terminal verdict. Figures are bits per byte.
+
+    messages: of a refusal, what was wrong, the reason first; None for verdicts on scores.
+    """
 
     adapter_digest: str
     position: int
@@ -189,6 +192,7 @@ class VerdictRow:
     code: str | None
     codes: list[str] | None
     reason: str | None
+    messages: list[str] | None
     own: float | None
     base_bpb: float | None
     control: float | None

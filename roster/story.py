@@ -34,8 +34,8 @@ ADVICE = {
     "`roster migrate --packing`, and submit that.",
     "layout_undecided": "State lora_B_layout, or the trainer and its version, in training.json, or set a "
     "policy (`roster policy set`), and submit again.",
-    "delta_mismatch": "Report this with the adapter's digest: our conversion did not reproduce it. "
-    "Training is not at fault.",
+    "delta_mismatch": "Where the reason names the merged checkpoint, merge the uploaded files again; else "
+    "report this with the adapter's digest: our conversion did not reproduce it.",
     "unresolved_keys": "Check that the base's served model is the one trained on: the engine has no such "
     "modules.",
     "refused_by_engine": "Look at the engine's message in the reason: the adapter kills or is refused by an "
@@ -50,7 +50,8 @@ ADVICE = {
     "reference_mismatch": "Compare with the trainer's own score: what is served does not score as it did in"
     " training.",
     # inconclusive
-    "too_little_text": "Add held-out text with `roster heldout add`: at least 20 units and 8 kB are needed.",
+    "too_little_text": "Add held-out text with `roster heldout add`: each held-out set needs at least 20 units "
+    "and 8 kB.",
     "margin_unclear": "Add held-out text with `roster heldout add`: the difference is too close to the "
     "floor to call.",
     "no_opponent_and_no_control": "Wait for a second author to become ready, then score it again.",
@@ -67,8 +68,8 @@ ADVICE = {
     "fault.",
     "engine_flag_missing": f"Restart the engine with the flag that the reason names; {_AGAIN}.",
     "engine_drift": f"Look at the engine: the base scored otherwise at the end than at the start; {_AGAIN}.",
-    "reference_invalid": "Check the trainer's reference: our base does not score as its base did, so it "
-    "cannot judge.",
+    "reference_invalid": "Check what the trainer gave to compare with, its scores or its merged checkpoint: "
+    "as the reason says, it cannot judge this adapter.",
     "opponent_gone": "Nothing: the next run chooses other opponents.",
     "source_gone": f"{_RESUBMIT}: its files have left the store.",
     "disk_full": f"Free disk space on the worker; {_AGAIN}.",
@@ -199,7 +200,10 @@ def _verdict(verdicts: Sequence[VerdictRow]) -> list[str]:
     code = f" ({last.code})" if last.code else ""
     lines = [_sentence(f"The verdict is {last.outcome}{code}, of {last.measured_at}: {last.reason}")]
     others = [code for code in last.codes or [] if code != last.code]
-    if others:
+    further = (last.messages or [])[1:]
+    if further:
+        lines += [_sentence(f"  Also: {message}") for message in further]
+    elif others:
         lines.append(f"  Also: {', '.join(others)}.")
     if len(verdicts) > 1:
         lines.append(f"  Before that: {', '.join(row.outcome for row in verdicts[:-1])}.")

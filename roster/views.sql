@@ -28,6 +28,8 @@ SELECT
     s.key, s.author, s.base, s.adapter_digest, s.position, s.attempt, s.outcome, s.code,
     from_json(s.result -> '$.codes', '["VARCHAR"]') AS codes,
     s.reason,
+    list_transform(from_json(s.result -> '$.problems', '[{"message": "VARCHAR"}]'), lambda problem: problem.message)
+        AS messages,
     s.inputs ->> '$.inspected' AS inspected,
     s.result ->> '$.output_digest' AS output_digest,
     p.own, p.base_bpb, p.base_again, p.control, p.margin, p.interval_lower, p.interval_upper,

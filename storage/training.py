@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from storage.documents import AuthorName, ForeignDocument, decode_document, unknown_keys
+from storage.errors import InvalidDocument
 from storage.keys import parse_heldout_ref
 
 
@@ -16,9 +17,15 @@ def _check_heldout_ref(ref: str) -> str:
     return ref
 
 
+def _null_is_silence(value: object) -> object:
+    return () if value is None else value
+
+
 _SHOWN_KEYS, _SHOWN = 20, 200
 
+Bpb = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 HeldoutRef = Annotated[str, AfterValidator(_check_heldout_ref)]
+OrNull = BeforeValidator(_null_is_silence)
 
 
 class Trainer(ForeignDocument):
@@ -31,10 +38,10 @@ class Trainer(ForeignDocument):
 class ReferenceScore(ForeignDocument):
     """What the trainer measured on one held-out set, in bits per UTF-8 byte."""
 
-    own_bpb: float
-    base_bpb: float
-    units: int
-    bytes: int
+    own_bpb: Bpb
+    base_bpb: Bpb
+    units: int = Field(ge=1)
+    bytes: int = Field(ge=1)
 
 
 class Reference(ForeignDocument):
@@ -52,11 +59,21 @@ class Training(ForeignDocument):
     peft_version: str | None = None
     base: str | None = None
     lora_b_layout: str | dict[str, str] | None = Field(default=None, alias="lora_B_layout")
-    intended_targets: tuple[str, ...] = ()
-    heldout: tuple[HeldoutRef, ...] = ()
-    authors: tuple[AuthorName, ...] = ()
+    intended_targets: Annotated[tuple[str, ...], OrNull] = ()
+    heldout: Annotated[tuple[HeldoutRef, ...], OrNull] = ()
+    authors: Annotated[tuple[AuthorName, ...], OrNull] = ()
     reference: Reference | None = None
     merged_checkpoint: str | None = None
+
+
+def _refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the object; parsers differ in which of two equal keys they take, so there may be none."""
+    fields: dict[str, object] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key[:_SHOWN]!r} twice")
+        fields[key] = value
+    return fields
 
 
 def parse_training(key: str, body: bytes) -> tuple[Training, tuple[str, ...]]:
@@ -65,7 +82,11 @@ def parse_training(key: str, body: bytes) -> tuple[Training, tuple[str, ...]]:
     Of very many keys the first are named. Raises InvalidDocument.
     """
     training = decode_document(key, body, Training)
-    unknown = unknown_keys(training, json.loads(body))
+    try:
+        raw = json.loads(body, object_pairs_hook=_refuse_doubles)
+    except ValueError as error:
+        raise InvalidDocument(key, str(error)) from error
+    unknown = unknown_keys(training, raw)
     warnings = [f"{key}: {path[:_SHOWN]} is no key we know, ignored" for path in unknown[:_SHOWN_KEYS]]
     if len(unknown) > _SHOWN_KEYS:
         warnings.append(f"{key}: {len(unknown) - _SHOWN_KEYS} more keys that we do not know, ignored")

@@ -50,6 +50,9 @@ from storage.training import Training, parse_training
 _DOWNLOADS = 2
 # In UTF-8. A file system takes 255, and a download has a longer name until it is whole.
 _MAX_NAME_BYTES = 200
+_MAX_TRAINING_BYTES = 16_000_000
+# Names that are read as they are spelt. The adapter's own files are downloaded, and judged where they are read.
+_SPELT = (TRAINING_FILE, MARKER_FILE)
 
 
 class UploadedFile(Document):
@@ -89,7 +92,8 @@ class StoredFile:
 class Upload:
     """One complete upload. `adapter_digest` rests on the marker until `download_upload` has verified it.
 
-    `warnings` name what was ignored in training.json. `ambiguity` says what is wrong with the file names; such an
+    `warnings` name what was ignored in training.json; `misstatement` says why it cannot be read at all, and then
+    nothing of it counts. `ambiguity` says what is wrong with the file names; such an
     upload is known by what its marker lists alone: no file of it is looked at, and it cannot be downloaded.
     """
 
@@ -101,6 +105,7 @@ class Upload:
     training_digest: str | None = None
     warnings: tuple[str, ...] = ()
     ambiguity: str | None = None
+    misstatement: str | None = None
 
     @property
     def adapter_files(self) -> tuple[StoredFile, ...]:
@@ -119,10 +124,10 @@ class ReadyUpload:
 
 @dataclass(frozen=True, slots=True)
 class UploadListing:
-    """What lies under uploads/: the uploads with a marker, and the markers under names we must refuse."""
+    """What lies under uploads/: the uploads with a marker, and those under names that we must refuse."""
 
     ready: tuple[ReadyUpload, ...]
-    misnamed: tuple[InvalidName, ...]
+    misnamed: tuple[ReadyUpload, ...]
 
 
 def list_uploads(store: S3Store) -> UploadListing:
@@ -131,12 +136,13 @@ def list_uploads(store: S3Store) -> UploadListing:
     Raises StoreUnavailable, StoreNotTrusted.
     """
     ready: list[ReadyUpload] = []
-    misnamed: list[InvalidName] = []
+    misnamed: list[ReadyUpload] = []
     for found in store.list_objects(UPLOADS):
         try:
             names = parse_marker_key(found.key)
-        except InvalidName as error:
-            misnamed.append(error)
+        except InvalidName:
+            _, author, run, _ = found.key.split("/")
+            misnamed.append(ReadyUpload(author, run, found))
             continue
         if names is not None:
             ready.append(ReadyUpload(*names, found))
@@ -147,7 +153,7 @@ def read_upload(store: S3Store, author: str, run: str) -> Upload:
     """Return an upload that is there as its marker says, each file pinned to its ETag.
 
     Raises InvalidName, UploadIncomplete while the marker or a listed file is missing or has another size,
-    InvalidDocument for a marker or training.json that cannot be used, StoreUnavailable.
+    InvalidDocument for a marker that cannot be used, StoreUnavailable.
     """
     key = marker_key(author, run)
     try:
@@ -190,7 +196,8 @@ def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[Fi
 def file_names_fault(names: Iterable[str]) -> str | None:
     """Return what is wrong with the file names of an upload, None if they are plain and can be told apart.
 
-    Names that differ in case or Unicode form alone are one file on some disks, and two in every store.
+    Names that differ in case or Unicode form alone are one file on some disks, and two in every store. A file that is
+    read by its name is not read under that name in other letters.
     """
     seen: dict[str, str] = {}
     for name in names:
@@ -207,6 +214,10 @@ def file_names_fault(names: Iterable[str]) -> str | None:
         if folded in seen:
             return f"{seen[folded]!a} and {name!a} differ in nothing but case or Unicode form"
         seen[folded] = name
+    for known in _SPELT:
+        name = seen.get(known.casefold(), known)
+        if name != known:
+            return f"{name!r} is {known} in other letters, and would be passed over: rename it"
     return None
 
 
@@ -226,12 +237,23 @@ def _with_training(store: S3Store, upload: Upload) -> Upload:
     if listed is None:
         return upload
     key = training_key(marker.author, marker.run)
-    body = store.get(key).body
+    stated = replace(upload, training_digest=listed.sha256)
+    if listed.bytes > _MAX_TRAINING_BYTES:
+        reason = f"{listed.bytes} bytes, where at most {_MAX_TRAINING_BYTES} are read"
+        return replace(stated, misstatement=reason)
+    try:
+        body = store.get(key).body
+    except ObjectNotFound:
+        reason = f"{TRAINING_FILE} is listed, and was taken away just now"
+        raise UploadIncomplete(marker.author, marker.run, reason) from None
     if hashlib.sha256(body).hexdigest() != listed.sha256:
         reason = f"{TRAINING_FILE} is not the one that the marker lists"
         raise UploadIncomplete(marker.author, marker.run, reason)
-    training, warnings = parse_training(key, body)
-    return replace(upload, training=training, training_digest=listed.sha256, warnings=warnings)
+    try:
+        training, warnings = parse_training(key, body)
+    except InvalidDocument as error:
+        return replace(stated, misstatement=error.reason)
+    return replace(stated, training=training, warnings=warnings)
 
 
 def _download(store: S3Store, marker: UploadMarker, file: StoredFile, directory: Path) -> FileDigest:

@@ -410,6 +410,44 @@ def test_the_story_of_an_adapter_that_has_not_come_far(tmp_path: Path) -> None:
     assert carla[-1] == f"Next: {ADVICE['bad_number']}"
 
 
+def test_the_story_tells_everything_that_was_wrong(tmp_path: Path) -> None:
+    told = [
+        {"code": "unsupported_config", "where": "use_dora", "message": "it is DoRA"},
+        {"code": "non_finite", "where": "lora_B", "message": "it is NaN. Train again."},
+        {"code": "non_finite", "where": "lora_A", "message": "it is infinite."},
+    ]
+    step = refused("verdict", "unsupported_config")
+    step["result"] |= {
+        "codes": ["unsupported_config", "non_finite"],
+        "reason": "it is DoRA",
+        "problems": told,
+    }
+    before = refused("verdict", "unsupported_config")
+    before["result"]["codes"] = step["result"]["codes"]
+    sync(
+        tmp_path / "c.duckdb",
+        [
+            ledger("anna", "a", [step], runs={"r1": 1}),
+            ledger("berta", "b", [before], runs={"r1": 1}),
+            ready_ledger("carla", number=2),
+        ],
+    )
+    with open_catalog(tmp_path / "c.duckdb") as reader:
+        anna, berta, carla = (
+            reader.show(author).adapters[0].verdicts[-1] for author in ("anna", "berta", "carla")
+        )
+        lines, old = tell(reader.show("anna")), tell(reader.show("berta"))
+    assert anna.messages == [problem["message"] for problem in told]
+    assert (berta.messages, carla.messages) == (None, None)
+    assert [line for line in lines if line.startswith("  Also: ")] == [
+        "  Also: it is NaN. Train again.",
+        "  Also: it is infinite.",
+    ]
+    assert [line for line in old if line.startswith("  Also: ")] == ["  Also: non_finite."], (
+        "of an older ledger"
+    )
+
+
 def test_there_is_advice_for_every_code() -> None:
     assert len(CODES) == 42
     assert set(CODES) <= set(ADVICE)

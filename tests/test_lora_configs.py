@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import peft.tuners.lora.config as lora_config
 import pytest
 from lora_builders import EXPERTS, LABEL, base_fields, config_fields, make_base, short_id
 from synthetic_builders import RENAMED, RENAMED_FIELDS, UNGATED, read_base_of
@@ -16,6 +18,7 @@ from tasks.lora.base import read_base_config
 from tasks.lora.config import (
     AdapterConfig,
     list_config_warnings,
+    list_costly_patterns,
     read_adapter_config,
     smallest_max_lora_rank,
 )
@@ -91,7 +94,17 @@ def test_features_that_would_be_lost_are_refused(tmp_path: Path, field: str, val
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "lora")],
+    [
+        ("init_lora_weights", "gaussian"),
+        ("init_lora_weights", False),
+        ("peft_type", "lora"),
+        ("peft_type", None),
+        ("bias", None),
+        ("use_rslora", None),
+        ("lora_dropout", None),
+        ("rank_pattern", None),
+        ("modules_to_save", None),
+    ],
 )
 def test_harmless_values_pass(tmp_path: Path, field: str, value: Any) -> None:
     read(tmp_path, **{field: value})
@@ -122,6 +135,8 @@ def test_harmless_values_pass(tmp_path: Path, field: str, value: Any) -> None:
         # What would take years to match against a name of sixty characters.
         ("alpha_pattern", {r"(\w+)*x": 3}, r"'\(.*\)\*x'"),
         ("alpha_pattern", {".*a.*b.*c.*d.*e": 3}, r"'\.\*a"),
+        # What took a fifth of a second for each of thousands of names: Python cannot look for its end first.
+        ("alpha_pattern", {r".*.*.*.*\d!": 3}, r"'\.\*\.\*"),
         ("unsloth_fused_expert_lora", [], r"\[\]"),
     ],
 )
@@ -137,6 +152,8 @@ def test_wrong_types_are_named(tmp_path: Path, field: str, value: Any, found: st
         (b"{", "no JSON"),
         (b"[]", r"found \[\]"),
         (b'{"r": 8, "r": 16, "lora_alpha": 1}', "'r' twice"),
+        # Looked for among all names before each, which took four seconds for a tenth of these.
+        (b"{" + b"".join(b'"%d":0,' % place for place in range(150_000)) + b'"149999":0}', "'149999' twice"),
         (b'{"r": 8, "lora_alpha": NaN}', "NaN"),
         (b'{"r": 8, "lora_alpha": 1e999}', "inf"),
         (b'{"lora_alpha": 1}', "adapter_config.json: r: found nothing"),
@@ -170,15 +187,217 @@ def test_rank_above_the_engines(tmp_path: Path) -> None:
         read(tmp_path, r=513)
 
 
-def test_unknown_fields_are_warned_of_if_they_say_something(tmp_path: Path) -> None:
+def test_unknown_fields_are_refused_if_they_say_something(tmp_path: Path) -> None:
     """peft#2275: new PEFT versions add fields all the time."""
     nothing = [None, False, [], {}, ""]
     empty = {f"future_{number}": value for number, value in enumerate(nothing * 4)}
-    config = read(tmp_path, **empty, future_power="on", lora_dropout=0.1)
-    warnings = list_config_warnings(config)
-    assert len(warnings) == 2
-    assert "future_power" in warnings[0]
-    assert "lora_dropout 0.1" in warnings[1]
+    assert list_config_warnings(read(tmp_path, **empty)) == ()
+    with pytest.raises(UnsupportedConfig) as caught:
+        read(tmp_path, **empty, future_power="on", another=[1])
+    error = caught.value
+    assert (error.where, error.others) == ("adapter_config.json: another, future_power", ())
+    assert error.found == "[1], 'on'"
+    assert error.expected == "fields that PEFT 0.17 to 0.21 writes, or nothing in others"
+    assert error.advice.startswith("If the program that wrote it says that it bears on training alone")
+
+
+def test_very_many_unknown_fields_are_one_short_refusal(tmp_path: Path) -> None:
+    more = {f"field_{number:05}{'x' * 500}": "y" * 500 for number in range(995)}
+    with pytest.raises(UnsupportedConfig) as caught:
+        read(tmp_path, **more, **dict.fromkeys(("\x1b[31m", " ", "a\nb", "A", "B"), 1))
+    error = caught.value
+    assert error.where == r"adapter_config.json: '\x1b[31m', ' ', A, B, 'a\nb' and 995 more"
+    assert error.others == () and len(str(error)) < 1_500 and str(error).isprintable()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [("lora_dtype", "float32"), ("lorap_lr_ratio", 16.0), ("lorap_emb_lr", 1e-6), ("swift_type", "LORA")],
+)
+def test_another_programs_harmless_field_is_told(tmp_path: Path, field: tuple[str, Any]) -> None:
+    [warning] = list_config_warnings(read(tmp_path, **dict([field])))
+    assert warning == (
+        f"adapter_config.json: {field[0]} is another program's, bears on training alone and was ignored"
+    )
+
+
+def test_dropout_beside_stacked_experts_is_told(tmp_path: Path) -> None:
+    """ms-swift#9589, Soup#575, peft#2638: PEFT refuses it, so something else may have trained the experts."""
+    [warning] = list_config_warnings(read(tmp_path, lora_dropout=0.1))
+    assert "lora_dropout 0.1 beside target_parameters" in warning
+    assert list_config_warnings(read(tmp_path, lora_dropout=0.1, target_parameters=None)) == ()
+
+
+# Of each field of PEFT's LoraConfig: a legal value other than its default, and whether an adapter with it is taken.
+PEFT_FIELDS: dict[str, tuple[Any, bool]] = {
+    "alora_invocation_tokens": ([1], False),
+    "alpha_pattern": ({"q_proj": 5}, True),
+    "arrow_config": (lora_config.ArrowConfig(), False),
+    "auto_mapping": ({"base_model_class": "A", "parent_library": "b", "unsloth_fixed": True}, True),
+    "base_model_name_or_path": ("/home/someone/model", True),
+    "bias": ("lora_only", False),
+    "corda_config": (lora_config.CordaConfig(), True),
+    "ensure_weight_tying": (True, True),
+    "eva_config": (lora_config.EvaConfig(), True),
+    "exclude_modules": (["k_proj"], True),
+    "fan_in_fan_out": (True, False),
+    "inference_mode": (True, True),
+    "init_lora_weights": ("gaussian", True),
+    "kasa_config": (lora_config.KasaConfig(), False),
+    "layer_replication": ([[0, 2]], False),
+    "layers_pattern": ("layers", True),
+    "layers_to_transform": ([0], True),
+    "loftq_config": ({"loftq_bits": 4}, True),
+    "lora_alpha": (5, True),
+    "lora_bias": (True, False),
+    "lora_dropout": (0.1, True),
+    "lora_ga_config": (lora_config.LoraGAConfig(), True),
+    "megatron_config": ({"tensor_model_parallel_size": 2}, False),
+    "megatron_core": ("megatron.other", True),
+    "modules_to_save": (["lm_head"], False),
+    "monteclora_config": (lora_config.MontecloraConfig(), False),
+    "peft_type": ("LORA", True),
+    "peft_version": ("0.18.0", True),
+    "qalora_group_size": (8, True),
+    "r": (3, True),
+    "rank_pattern": ({"q_proj": 5}, True),
+    "revision": ("main", True),
+    "runtime_config": (lora_config.LoraRuntimeConfig(ephemeral_gpu_offload=True), True),
+    "target_modules": ("all-linear", True),
+    "target_parameters": (["mlp.experts.down_proj"], True),
+    "task_type": ("CAUSAL_LM", True),
+    "trainable_token_indices": ([1], False),
+    "use_bdlora": (lora_config.BdLoraConfig(target_modules_bd_a=["q_proj"]), False),
+    "use_dora": (True, False),
+    "use_qalora": (True, False),
+    "use_rslora": (True, True),
+    "velora_config": (lora_config.VeloraConfig(), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("field", PEFT_FIELDS)
+def test_every_field_that_peft_writes_is_known(tmp_path: Path, field: str) -> None:
+    """textgen#6819, #1979, #2340. Those of 0.17.0 to 0.21.2 are all among the latest's."""
+    value, taken = PEFT_FIELDS[field]
+    more = {"layers_pattern": {"layers_to_transform": [0]}}.get(field, {})
+    lora_config.LoraConfig(**{field: value}, **more).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text("utf-8"))
+    default = lora_config.LoraConfig().to_dict()
+    assert field in ("runtime_config", "loftq_config", "peft_type") or written[field] != default[field]
+    if taken:
+        assert list_config_warnings(read_adapter_config(tmp_path, label=LABEL)) == ()
+    else:
+        with pytest.raises(UnsupportedConfig) as caught:
+            read_adapter_config(tmp_path, label=LABEL)
+        assert caught.value.where == f"adapter_config.json: {field}"
+
+
+def test_the_fields_of_peft_are_all_there() -> None:
+    assert PEFT_FIELDS.keys() == {field.name for field in fields(lora_config.LoraConfig)}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        # prime-rl, trainer/lora.py: nothing beside what every config here has.
+        {"peft_type": "LORA", "bias": "none", "lora_dropout": 0.0, "modules_to_save": None},
+        # ms-swift, tuners/lora.py, where LoRA+ is off.
+        {
+            "enable_lora": None,
+            "lora_dtype": None,
+            "lorap_emb_lr": None,
+            "lorap_lr_ratio": None,
+            "model_key_mapping": None,
+            "use_merged_linear": False,
+            "use_qa_lora": False,
+        },
+        # NeMo AutoModel, components/checkpoint/addons.py.
+        {
+            "use_dora": False,
+            "target_parameters": ["mlp.experts.gate_up_proj"],
+            "base_model_name_or_path": "N/A",
+        },
+        # Megatron-Bridge, models/conversion/peft_bridge.py.
+        {
+            "base_model_name_or_path": "",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "use_dora": False,
+            "use_rslora": False,
+        },
+        # unsloth_zoo 2026.9.6, temporary_patches/moe_utils.py.
+        {
+            "auto_mapping": {"base_model_class": "A", "parent_library": "b", "unsloth_fixed": True},
+            "lora_B_layout": "rank_major",
+            "unsloth_fused_expert_lora": {
+                "lora_A_layout": "grouped_by_expert",
+                "lora_B_layout": "rank_major",
+                "num_experts": 4,
+                "parameters": {"down_proj": {"lora_B_layout": "rank_major", "num_experts": 4}},
+            },
+        },
+    ],
+    ids=["prime_rl", "ms_swift", "automodel", "megatron_bridge", "unsloth_zoo"],
+)
+def test_what_other_programs_write_is_taken(tmp_path: Path, written: dict[str, Any]) -> None:
+    assert list_config_warnings(read(tmp_path, task_type="CAUSAL_LM", **written)) == ()
+
+
+# Patterns that are tried on every module, so that many of them, or a few on many modules, take minutes.
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("count", [(5_001, 3), (300, 900)], ids=["many", "long"])
+def test_too_many_patterns_are_refused_before_they_are_compiled(
+    tmp_path: Path, field: str, count: tuple[int, int]
+) -> None:
+    number, length = count
+    patterns = {rf"x{place:04}\.{'y' * (length - 7)}": 3 for place in range(number)}
+    before = monotonic()
+    with pytest.raises(InvalidConfig, match=rf"{field}.*at most 5000 patterns of 250000 characters in all"):
+        read(tmp_path, **{field: patterns})
+    assert monotonic() - before < 2
+
+
+def test_plain_keys_are_not_counted(tmp_path: Path) -> None:
+    names = {
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj": 3 for layer in (7, 19) for expert in range(128)
+    }
+    config = read(tmp_path, rank_pattern=names)
+    assert config.rank_table.ways == 6, "one for each length of the two numbers"
+    assert list(list_costly_patterns(config, 36_864, LABEL)) == []
+
+
+def test_patterns_that_many_modules_would_try_for_minutes_are_refused(tmp_path: Path) -> None:
+    """Each is harmless, and so are all of them on a small adapter."""
+    patterns = {rf".*layers.*\.{name}.*proj": 3 for name in "abcdefghij"}
+    config = read(tmp_path, alpha_pattern=patterns)
+    assert list(list_costly_patterns(config, 100, LABEL)) == []
+    [error] = list_costly_patterns(config, 36_864, LABEL)
+    assert (error.where, error.found) == ("adapter_config.json: alpha_pattern", f"{10 * (40**3 + 2)} ways")
+    assert error.expected == "patterns that match 36864 names in at most 13563 ways each, all together"
+    assert error.advice.startswith("Write plain names")
+
+
+def test_patterns_of_real_size_are_not_costly(tmp_path: Path) -> None:
+    """Ranks and alphas that differ by layer and module, as this project writes them, of the largest base."""
+    modules = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        r"experts(\.\d+)?\.gate_proj",
+        r"experts(\.\d+)?\.up_proj",
+    )
+    patterns = {rf"model\.layers\.{layer}\.mlp\.{name}": 3 for layer in range(94) for name in modules}
+    whole = {r".*\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj": 5}
+    config = read(tmp_path, rank_pattern=patterns, alpha_pattern=whole)
+    assert list(list_costly_patterns(config, 2 * 94 * 128 * 3, LABEL)) == []
 
 
 def test_base_as_transformers_writes_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lora_builders import (
     Separate,
     attention,
     encode,
+    encode_alone,
     encode_experts,
     expert_name,
     look,
@@ -30,12 +31,15 @@ from lora_builders import (
 )
 from safetensors.torch import load_file, save_file
 
-from tasks.lora.check import check_conversion, raise_for
+from tasks.directories import KnownBase, inspect_directory
+from tasks.lora.check import check_conversion
+from tasks.lora.checks import raise_for
 from tasks.lora.convert import convert_adapter
 from tasks.lora.errors import (
     AdapterError,
     BaseMismatch,
     CorruptFile,
+    DeltaMismatch,
     InvalidConfig,
     LayoutConflict,
     MalformedKey,
@@ -44,6 +48,7 @@ from tasks.lora.errors import (
     MissingWeights,
     NoExpertKeys,
     NonFinite,
+    OrientationUndecided,
     RankUnsupported,
     RoundTripMismatch,
     ShapeMismatch,
@@ -213,6 +218,87 @@ def test_every_parameter_with_a_contradiction_is_counted(tmp_path: Path) -> None
     assert refusal(errors[0])["codes"] == ["unsupported_config", "non_finite"]
 
 
+def test_patterns_that_take_minutes_are_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be paired for want of scalings is looked at by name all the same."""
+    monkeypatch.setattr("tasks.lora.config.MOST_TRIES", 1_000)
+    tensors = with_magnitudes(encode(Logical()) | attention())
+    errors = refuse_tensors(tmp_path, tensors, alpha_pattern={".*q.*proj": 5}, rank_pattern={"q_proj": RANK})
+    names = len(tensors)
+    assert [type(error) for error in errors] == [UnsupportedConfig, InvalidConfig]
+    assert (errors[1].where, errors[1].found) == (f"{CONFIG}: alpha_pattern", "1602 ways")
+    assert errors[1].expected.startswith(
+        f"patterns that match {names} names in at most {1_000 // names} ways each"
+    )
+
+
+def test_every_tensor_that_is_not_finite_is_counted(tmp_path: Path) -> None:
+    """ainode#186: all of them, reported as a success. The first in the order of layers, the experts before others."""
+    experts, others = encode(Logical()), attention()
+    for name in (*list(experts)[1:], *others):
+        (experts | others)[name].view(-1)[0] = float("nan")
+    [error] = refuse_tensors(tmp_path, experts | others)
+    gate_up, down = (stacked_name(0, parameter, "B") for parameter in ("gate_up_proj", "down_proj"))
+    down_a = stacked_name(0, "down_proj", "A")
+    assert error.where in (gate_up, down_a)
+    assert error.found.startswith("1 NaN or infinite of 168; some too in ")
+    bad = len(experts) - 1 + len(others)
+    assert error.found.endswith(f" and {bad - 4} more") and down in error.found
+
+
+def test_a_statement_that_cannot_be_read_does_not_hide_the_rest(tmp_path: Path) -> None:
+    """But for what it might have decided."""
+    source = save_adapter(tmp_path / "kestrel", with_magnitudes(attention()), use_dora=True)
+    (source / "training.json").write_text("{", "utf-8")
+    with pytest.raises(CorruptFile) as caught:
+        inspect_directory(source, KnownBase(make_base()), packing=None, header_only=False)
+    errors = [caught.value, *caught.value.others]
+    assert [type(error) for error in errors] == [
+        CorruptFile,
+        UnsupportedConfig,
+        UnsupportedConfig,
+        NoExpertKeys,
+    ]
+    assert (errors[0].adapter, errors[0].where) == ("kestrel", "training.json")
+    assert errors[1].where == f"{CONFIG}: use_dora" and str(tmp_path) not in str(errors[0])
+    # The lone square pair is told by nothing but the version that training.json may have stated.
+    square = save_adapter(
+        tmp_path / "square",
+        encode_alone(Logical(hidden=7), "down_proj"),
+        peft_version=None,
+        target_parameters=["mlp.experts.down_proj"],
+    )
+    with pytest.raises(OrientationUndecided):
+        inspect_directory(square, KnownBase(make_base(hidden_size=7)), packing=None, header_only=True)
+    (square / "training.json").write_text("[]", "utf-8")
+    with pytest.raises(CorruptFile) as caught:
+        inspect_directory(square, KnownBase(make_base(hidden_size=7)), packing=None, header_only=True)
+    assert caught.value.others == ()
+    # Two damaged files are two problems.
+    (square / WEIGHTS).write_bytes(b"<html>")
+    with pytest.raises(CorruptFile) as caught:
+        inspect_directory(square, KnownBase(make_base()), packing=None, header_only=True)
+    assert [error.where for error in (caught.value, *caught.value.others)] == ["training.json", WEIGHTS]
+
+
+def test_the_ledger_is_told_of_every_problem_and_of_no_more_than_fit(tmp_path: Path) -> None:
+    errors = refuse_tensors(tmp_path, encode(Logical()), use_dora=True, bias="all", r=513)
+    record = refusal(errors[0])
+    assert len(errors) > 3
+    assert [problem["where"] for problem in record["problems"]] == [error.where for error in errors]
+    assert [problem["message"] for problem in record["problems"]] == [str(error) for error in errors]
+    codes = [problem["code"] for problem in record["problems"]]
+    assert codes[:3] == ["unsupported_config", "unsupported_config", "rank_unsupported"]
+    assert record["problems"][0] == {
+        "code": record["code"],
+        "where": record["where"],
+        "message": record["reason"],
+    }
+    many = NonFinite(LABEL, "x" * 5_000, "y", "z")
+    many.others = tuple(NonFinite(LABEL, f"{place}", "y", "z") for place in range(500))
+    told = refusal(many)["problems"]
+    assert len(told) == 20 and len(told[0]["message"]) == 1_000
+
+
 def test_exchanged_names_and_a_lone_module(tmp_path: Path) -> None:
     tensors = encode(Logical())
     for layer in range(LAYERS):
@@ -239,12 +325,13 @@ def test_every_failed_check_is_told(tmp_path: Path) -> None:
     with pytest.raises(MissingTensor) as caught:
         raise_for(report)
     failed = [check.name for check in report.checks if not check.passed]
-    assert failed == ["coverage", "size", "finite", "round_trip"]
+    assert failed == ["coverage", "size", "finite", "deltas", "round_trip"]
     errors = [caught.value, *caught.value.others]
     assert [type(error) for error in errors] == [
         MissingTensor,
         RoundTripMismatch,
         NonFinite,
+        DeltaMismatch,
         RoundTripMismatch,
     ]
     assert refusal(errors[0])["codes"] == ["missing_tensor", "delta_mismatch", "non_finite"]

@@ -288,6 +288,8 @@ def test_unknown_packing_is_refused(given: dict[str, Any], where: str) -> None:
         "rank_major or grouped_by_expert",
         "'striped'",
     )
+    # A marker came with its numbers; what people write down they can correct.
+    assert error.advice.startswith("Save the" if "lora_B_layout" in given else "Correct it")
 
 
 SWAPPED, STANDARD = Orientation.SWAPPED, Orientation.STANDARD

@@ -66,7 +66,7 @@ def test_repacked_it_is_what_peft_and_vllm_take_it_for(roster: Roster) -> None:
 def test_stamped_it_keeps_its_weights_and_every_other_field(roster: Roster) -> None:
     lie = {"lora_B_layout": "rank_major"}
     old_adapter(
-        auto_mapping={"unsloth_fixed": True, **lie}, unsloth_fused_expert_lora=lie, note="kept", **lie
+        auto_mapping={"unsloth_fixed": True, **lie}, unsloth_fused_expert_lora=lie, revision="kept", **lie
     )
     ran = migrate(roster, "--stamp", "--packing", "grouped_by_expert", "--output", "made/stamped")
     assert ran.code == 0

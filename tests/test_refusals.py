@@ -45,6 +45,8 @@ ELSEWHERE = {
     errors.InvalidBaseConfig: "the operator's own file, refused at registration: tests/test_lora_configs.py",
     errors.RoundTripMismatch: "a fault of the conversion: tests/test_lora_check.py",
     errors.DeltaMismatch: "a fault of the conversion: tests/test_lora_check.py",
+    errors.MergedMismatch: "needs the trainer's merged checkpoint: tests/test_lora_merged.py",
+    errors.ReferenceInvalid: "the fault of that checkpoint: tests/test_lora_merged.py",
     errors.UnresolvedKeys: "depends on the engine: tests/test_lora_resolve.py",
 }
 FILE = {"corrupt_or_partial", "empty_adapter", "ambiguous_upload", "unsupported_dtype", "pickle_refused"}
@@ -52,7 +54,7 @@ CONFIGS = {"unsupported_config", "unknown_family", "base_mismatch"}
 NAMES = {"malformed_key", "missing_tensor", "unexpected_tensor", "shape_mismatch", "rank_unsupported"}
 LAYOUT = {"no_expert_keys", "layout_conflict", "layout_undecided", "non_finite", "experts_untrained"}
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, TRAINING = "adapter_config.json", "adapter_model.safetensors", "training.json"
 INDEX = f"{WEIGHTS}.index.json"
 GATE_UP_A, GATE_UP_B = (stacked_name(0, "gate_up_proj", factor) for factor in "AB")
 DOWN_A, DOWN_B = (stacked_name(0, "down_proj", factor) for factor in "AB")
@@ -142,6 +144,10 @@ def ambiguous(name: str) -> Refused:
         "Remove the files that are left over",
         files=second_save(name),
     )
+
+
+def intend(*classes: str) -> Callable[[Path], object]:
+    return overwrite(TRAINING, json.dumps({"intended_targets": classes}).encode())
 
 
 def only(parts: str) -> Tensors:
@@ -254,6 +260,42 @@ TABLE = {
         "Rename the file",
         files=lambda folder: Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.md")).write_bytes(b"x"),
     ),
+    "config in other letters": Refused(
+        errors.MisspeltFile,
+        "ambiguous_upload",
+        "ADAPTER_CONFIG.json",
+        f"expected {CONFIG}, in small letters",
+        "found a name in other letters",
+        "Rename the file",
+        files=lambda folder: (folder / CONFIG).rename(folder / CONFIG.upper().replace("JSON", "json")),
+    ),
+    "statement in other letters": Refused(
+        errors.MisspeltFile,
+        "ambiguous_upload",
+        "Training.json",
+        f"expected {TRAINING}, in small letters",
+        "found a name in other letters",
+        "Rename the file",
+        files=overwrite("Training.json", b"{}"),
+    ),
+    "statement that is no document": Refused(
+        errors.CorruptFile,
+        "corrupt_or_partial",
+        TRAINING,
+        "expected what a trainer may state",
+        "found Invalid JSON",
+        "or take it out",
+        files=overwrite(TRAINING, b"<html>"),
+    ),
+    "statement with two answers": Refused(
+        errors.CorruptFile,
+        "corrupt_or_partial",
+        TRAINING,
+        "expected what a trainer may state",
+        "found the key 'lora_B_layout' twice",
+        "or take it out",
+        files=overwrite(TRAINING, b'{"lora_B_layout": "rank_major", "lora_B_layout": "grouped_by_expert"}'),
+    ),
     # Several checkpoints in one folder, under names that tools and people give them.
     "shard of another save": ambiguous("adapter_model-00001-of-00002.safetensors"),
     "numbered save": ambiguous("adapter_model_500.safetensors"),
@@ -306,6 +348,16 @@ TABLE = {
         "delete those that did not apply",
         tensors=GOOD | attention(),
         config={"alpha_pattern": {".*_proj": 9, "q_proj": 7}},
+    ),
+    # peft#2275: nobody here knows what it does.
+    "field of tomorrow": Refused(
+        errors.UnsupportedConfig,
+        "unsupported_config",
+        f"{CONFIG}: a_field_of_tomorrow",
+        "expected fields that PEFT 0.17 to 0.21 writes, or nothing in others",
+        "found {'deep': 1}",
+        "else train without it",
+        config={"a_field_of_tomorrow": {"deep": 1}},
     ),
     # vllm#6983, vllm#47395: DoRA by its config, and by its keys where the config denies it.
     "DoRA by its config": feature("use_dora", True),
@@ -405,11 +457,30 @@ TABLE = {
         errors.NoExpertKeys,
         "no_expert_keys",
         WEIGHTS,
-        "expected factors of routed experts",
+        f"expected factors of routed experts, since target_modules in {CONFIG} has 'gate_proj', 'up_proj', 'down_proj'",
         "found only attention, router",
         "list them in target_parameters",
         tensors=attention(),
-        config={"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        config={"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"], "target_parameters": None},
+    ),
+    "no experts, though they were meant": Refused(
+        errors.NoExpertKeys,
+        "no_expert_keys",
+        WEIGHTS,
+        "expected factors of routed experts, which intended_targets in training.json name",
+        "found only attention, router",
+        "list them in target_parameters",
+        tensors=attention(),
+        files=intend("routed_experts", "attention"),
+    ),
+    "no attention, though it was meant": Refused(
+        errors.IntentUnmet,
+        "missing_tensor",
+        "training.json: intended_targets",
+        "expected tensors of attention and router, as it says",
+        "found only routed_experts",
+        "did not reach it",
+        files=intend("routed_experts", "router", "attention"),
     ),
     "shared experts alone": Refused(
         errors.NoExpertKeys,
@@ -419,7 +490,7 @@ TABLE = {
         "found only attention, router, shared_experts",
         "list them in target_parameters",
         tensors=attention() | shared(),
-        config={"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        config={"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"], "target_parameters": None},
         base=lambda: make_base(model_type="qwen2_moe", shared_expert_intermediate_size=9),
     ),
     "another rank in one tensor": Refused(
@@ -489,6 +560,15 @@ TABLE = {
         "found 1 NaN or infinite of 120",
         "train again",
         tensors=nan(),
+    ),
+    "numbers throughout that are none": Refused(
+        errors.NonFinite,
+        "non_finite",
+        GATE_UP_A,
+        "expected finite values",
+        f"found 120 NaN or infinite of 120; some too in {GATE_UP_B}, {DOWN_A}, {DOWN_B} and 4 more",
+        "train again",
+        tensors={name: tensor / 0 for name, tensor in GOOD.items()},
     ),
     "experts that never moved": Refused(
         errors.ExpertsUntrained,

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -21,9 +22,10 @@ from pydantic import (
     ValidationError,
 )
 
+from tasks.lora.config_fields import list_field_refusals, list_foreign
 from tasks.lora.errors import AdapterError, AlphaUndecided, InvalidConfig, RankUnsupported, UnsupportedConfig
 from tasks.lora.files import CONFIG_NAME, read_config_bytes
-from tasks.lora.patterns import PatternTable, compile_key
+from tasks.lora.patterns import MOST_TRIES, PatternTable, check_amount, check_key
 from tasks.lora.problems import Problems
 from tasks.lora.strict_json import parse_strict_json
 
@@ -32,45 +34,6 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 # Inits that leave the base weights alone. Source: vLLM 0.32 lora/peft_helper.py, _init_is_supported.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-
-# Fields whose features change what the factors mean: any value that is not empty is refused.
-# Source: PEFT 0.21.2 tuners/lora/config.py; vLLM 0.32 lora/peft_helper.py.
-_REFUSED_FIELDS = (
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "modules_to_save",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "trainable_token_indices",
-    "megatron_config",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "velora_config",
-)
-
-# Fields that say how training went or what it aimed at; they do not change what the factors mean.
-_HARMLESS_FIELDS = frozenset(
-    (
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_ga_config",
-        "megatron_core",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-    )
-)
 
 
 class ParameterMarker(BaseModel):
@@ -95,14 +58,22 @@ class AutoMapping(BaseModel):
 
 
 def _check_key(key: str) -> str:
-    compile_key(key)
+    check_key(key)
     return key
+
+
+def _check_patterns(patterns: object) -> object:
+    if isinstance(patterns, dict):
+        check_amount(patterns)
+    return patterns
 
 
 PatternKey = Annotated[str, AfterValidator(_check_key)]
 # Far above any real value, and small enough that whole numbers are exact in float64.
 Rank = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 Alpha = Annotated[StrictInt | StrictFloat, Field(gt=0, lt=2**53, allow_inf_nan=False)]
+Ranks = Annotated[dict[PatternKey, Rank], BeforeValidator(_check_patterns)]
+Alphas = Annotated[dict[PatternKey, Alpha], BeforeValidator(_check_patterns)]
 
 
 class AdapterConfig(BaseModel):
@@ -113,11 +84,11 @@ class AdapterConfig(BaseModel):
     peft_type: str | None = None
     r: Rank
     lora_alpha: Alpha
-    rank_pattern: dict[PatternKey, Rank] | None = None
-    alpha_pattern: dict[PatternKey, Alpha] | None = None
-    use_rslora: StrictBool = False
+    rank_pattern: Ranks | None = None
+    alpha_pattern: Alphas | None = None
+    use_rslora: StrictBool | None = None
     lora_dropout: float | None = None
-    bias: str = "none"
+    bias: str | None = None
     init_lora_weights: StrictBool | str | None = True
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
@@ -175,7 +146,8 @@ def parse_adapter_config(data: bytes, *, label: str) -> AdapterConfig:
         for fault in reversed(faults.values()):
             field = ".".join(map(str, fault["loc"]))[:200] or "the whole"
             found = "nothing" if fault["type"] == "missing" else repr(fault["input"])[:200]
-            problems.add(InvalidConfig(label, f"{CONFIG_NAME}: {field}", fault["msg"][:200], found))
+            expected = fault["msg"].removeprefix("Value error, ")[:200]
+            problems.add(InvalidConfig(label, f"{CONFIG_NAME}: {field}", expected, found))
         raise problems.merge() from error
     except ValueError as error:
         raise InvalidConfig(label, CONFIG_NAME, "strict JSON", str(error)) from error
@@ -189,17 +161,27 @@ def list_refusals(config: AdapterConfig, label: str) -> Iterator[AdapterError]:
 
     if config.peft_type is not None and config.peft_type.upper() != "LORA":
         yield refuse("peft_type", "LORA", config.peft_type)
-    if config.bias != "none":
+    if config.bias not in (None, "none"):
         yield refuse("bias", "none", config.bias)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         yield refuse("init_lora_weights", "an init that leaves the base weights alone", init)
-    for field in _REFUSED_FIELDS:
-        value = config.other_fields.get(field)
-        if value not in (None, False, [], {}, ""):
-            yield refuse(field, "nothing", value)
+    yield from list_field_refusals(config.other_fields, label)
     if config.r > MAX_LORA_RANKS[-1]:
         yield RankUnsupported(label, f"{CONFIG_NAME}: r", f"at most {MAX_LORA_RANKS[-1]}", str(config.r))
+
+
+def list_costly_patterns(config: AdapterConfig, names: int, label: str) -> Iterator[InvalidConfig]:
+    """Yield an error for each pattern field that would take minutes to ask for so many modules' names."""
+    for field, table in (("rank_pattern", config.rank_table), ("alpha_pattern", config.alpha_table)):
+        if table.ways * names > MOST_TRIES:
+            expected = (
+                f"patterns that match {names} names in at most {MOST_TRIES // names} ways each, all together"
+            )
+            advice = (
+                "Write plain names, or fewer patterns: each is tried on every module, and some in many ways."
+            )
+            yield InvalidConfig(label, f"{CONFIG_NAME}: {field}", expected, f"{table.ways} ways", advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +238,14 @@ def smallest_max_lora_rank(rank: int) -> int:
 
 
 def list_config_warnings(config: AdapterConfig) -> tuple[str, ...]:
-    """Return one sentence for each field that may matter and is not understood."""
-    unknown = sorted(
-        name
-        for name, value in config.other_fields.items()
-        if name not in _HARMLESS_FIELDS
-        and name not in _REFUSED_FIELDS
-        and value not in (None, False, [], {}, "")
-    )
-    warnings = [f"{CONFIG_NAME}: the field {name} is not known here and was ignored" for name in unknown]
+    """Return one sentence for each field that is ignored though it holds something, or that PEFT would not have taken.
+
+    Source of the last: PEFT 0.17 to 0.21.2 tuners/lora/layer.py, ParamWrapper.
+    """
+    warnings = [
+        f"{CONFIG_NAME}: {name} is another program's, bears on training alone and was ignored"
+        for name in list_foreign(config.other_fields)
+    ]
     if config.lora_dropout and config.target_parameters:
         warnings.append(
             f"{CONFIG_NAME}: lora_dropout {config.lora_dropout} beside target_parameters: PEFT refuses that, "

@@ -18,6 +18,7 @@ from tasks.lora.errors import (
     EscapingPath,
     MissingConfig,
     MissingWeights,
+    MisspeltFile,
     PickleRefused,
     UnreadableName,
 )
@@ -31,6 +32,8 @@ MAX_CONFIG_BYTES = 16_000_000
 
 # Names that belong beside an adapter: PEFT's model card, and what an upload says of itself.
 _COMPANIONS = ("README.md", "training.json", "_READY.json")
+# Names that are read as they are spelt.
+_SPELT = (CONFIG_NAME, "training.json")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _ENDING = ".safetensors"
 _FOLDER = "its folder"
@@ -77,7 +80,7 @@ def open_adapter(directory: Path, *, label: str) -> AdapterFiles:
 
     The weights are one adapter_model.safetensors, or an index and the files that it names; every tensor must
     lie exactly where the index says. Raises MissingWeights, AmbiguousWeights, PickleRefused where pickles are
-    all there is, EscapingPath, UnreadableName, CorruptFile, UnsupportedDtype or EmptyAdapter.
+    all there is, EscapingPath, MisspeltFile, UnreadableName, CorruptFile, UnsupportedDtype or EmptyAdapter.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     _check_entries(directory, names, label)
@@ -144,11 +147,16 @@ def resolve_file(directory: Path, name: str, *, label: str) -> tuple[Path, int]:
 def _check_entries(directory: Path, names: Sequence[str], label: str) -> None:
     """Refuse what no upload can hold: names that are no text, links that lead elsewhere, pipes and devices.
 
+    And a config or statement in other letters, which would be passed over without a word.
+
     Folders are ignored, and so are files whose names begin with a dot, which are never uploaded.
     """
     for name in names:
         if not _is_text(name):
             raise UnreadableName(label, ascii(name)[:200], "file names in UTF-8", "bytes that are not")
+        for known in _SPELT:
+            if name != known and name.casefold() == known:
+                raise MisspeltFile(label, name, f"{known}, in small letters", "a name in other letters")
         if not name.startswith(".") and not _is_folder(directory / name):
             resolve_file(directory, name, label=label)
 

@@ -6,8 +6,10 @@ length, UTF-8 JSON, then one byte buffer that the tensors fill without holes or 
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 
@@ -88,6 +90,25 @@ def parse_header(
     EmptyAdapter for no tensors or empty ones.
     """
 
+    with _without_collection():
+        return _parse_header(header, file_bytes=file_bytes, adapter=adapter, where=where, file=file)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python from looking for cycles among a header's parts, which takes longer than parsing them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _parse_header(
+    header: bytes, *, file_bytes: int, adapter: str, where: str, file: int
+) -> tuple[TensorEntry, ...]:
     def corrupt(expected: str, found: str) -> AdapterError:
         return CorruptFile(adapter, where, expected, found)
 
@@ -154,7 +175,13 @@ def _parse_entry(name: str, entry: object, start: int, adapter: str, where: str,
 
 
 def _is_natural_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LIMIT for item in value)
+    # A plain loop: this is asked twice of each of tens of thousands of tensors.
+    if not isinstance(value, list):
+        return False
+    for item in value:  # noqa: SIM110
+        if type(item) is not int or not 0 <= item < _LIMIT:
+            return False
+    return True
 
 
 def format_header(groups: Iterable[TensorGroup]) -> bytes:

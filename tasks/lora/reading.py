@@ -7,11 +7,14 @@ which neither tells, is decided elsewhere (inspect.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tasks.lora.base import BaseConfig
-from tasks.lora.config import AdapterConfig, list_config_warnings
+from tasks.lora.config import AdapterConfig, list_config_warnings, list_costly_patterns
 from tasks.lora.errors import (
     BaseMismatch,
+    IntentUnmet,
+    InvalidConfig,
     MalformedKey,
     MissingTensor,
     MixedForms,
@@ -19,9 +22,10 @@ from tasks.lora.errors import (
     UnexpectedTensor,
     UnsupportedSourceFormat,
 )
-from tasks.lora.family import Family, LayerKind, LinearModule
+from tasks.lora.family import Family, LayerKind, LinearModule, TensorClass
 from tasks.lora.files import AdapterFiles
 from tasks.lora.header import TensorEntry
+from tasks.lora.intent import describe_expert_intent, find_unmet, list_unintended
 from tasks.lora.layouts import Orientation
 from tasks.lora.names import (
     CubeKey,
@@ -58,20 +62,28 @@ def read_layout(
 ) -> AdapterLayout | None:
     """Return the layout of an adapter of this base, its packing still open; None where its parts do not fit together.
 
-    config: without one only names and layers are looked at. training: what the upload says of its training; its PEFT
-    version counts where the config gives none. Adds to `problems`, in this order, for names (MalformedKey,
-    UnexpectedTensor, UnsupportedConfig, CollidingNames, UnsupportedSourceFormat, NoExpertKeys, MixedForms), for what
-    the base lacks or the file does (BaseMismatch, MissingTensor, UnsupportedDtype), for shapes and scalings
+    config: without one only names and layers are looked at. training: what the upload says of its training: what was to
+    be trained; its PEFT version counts where the config gives none. Adds to `problems`, in this order, for names
+    (MalformedKey, UnexpectedTensor, UnsupportedConfig, CollidingNames, UnsupportedSourceFormat, NoExpertKeys,
+    MixedForms), for what the base lacks or the file does (IntentUnmet, BaseMismatch, MissingTensor, UnsupportedDtype),
+    for patterns that take too long to match (InvalidConfig; shapes are not looked at then), for shapes and scalings
     (ShapeMismatch, RankUnsupported, BaseMismatch, AlphaUndecided), and for the layout (LayoutConflict, RoleUndecided,
     OrientationUndecided). Names that are refused do not keep the rest from being read.
     """
     family = base.family
     understood = _parse_tensors(files, family, problems)
     misfits = Problems()
-    form = misfits.attempt(_find_form, files, understood)
+    form = misfits.attempt(_find_form, files, understood, describe_expert_intent(training, config, family))
+    present = {_class_of(key) for key in understood}
+    unmet = find_unmet(training, present, files.label)
+    if unmet is not None:
+        misfits.add(unmet)
     found = _choose_layers(files.label, base, understood, misfits)
-    layout = None
     if config is not None:
+        for costly in list_costly_patterns(config, len(files.tensors), files.label):
+            misfits.add(costly)
+    layout = None
+    if config is not None and not misfits.has(InvalidConfig):
         frame = Frame(files.label, family, base, config, misfits)
         version = config.peft_version or (training.peft_version if training is not None else None)
         pairs, orientation = _pair_up(frame, form, found, orientation_by_peft(version, family.stored))
@@ -80,9 +92,10 @@ def read_layout(
         )
         if form is not None and not misfits:
             layout = _make_layout(files, config, base, form, orientation, pairs, modules)
+            layout = replace(layout, warnings=(*layout.warnings, *list_unintended(training, present)))
     if problems.has(MalformedKey, UnexpectedTensor, UnsupportedSourceFormat):
         # What seems to be missing may be what was not understood.
-        misfits.drop(MissingTensor, NoExpertKeys)
+        misfits.drop(MissingTensor, NoExpertKeys, IntentUnmet)
     problems.extend(misfits)
     return layout
 
@@ -157,16 +170,19 @@ def _pair_up(
     return pairs, Orientation.STANDARD
 
 
-def _find_form(files: AdapterFiles, found: Mapping[ParsedKey, TensorEntry]) -> SourceForm:
+def _class_of(key: ParsedKey) -> TensorClass:
+    return key.kind if isinstance(key, ModuleKey) else TensorClass.ROUTED_EXPERTS
+
+
+def _find_form(files: AdapterFiles, found: Mapping[ParsedKey, TensorEntry], intent: str) -> SourceForm:
     first: dict[SourceForm, TensorEntry] = {}
     for key, entry in found.items():
         if not isinstance(key, ModuleKey):
             first.setdefault(_FORMS[type(key)], entry)
     if not first:
         kinds = sorted({key.kind.value for key in found if isinstance(key, ModuleKey)})
-        raise NoExpertKeys(
-            files.label, files.weights_name, "factors of routed experts", f"only {', '.join(kinds)}"
-        )
+        expected = f"factors of routed experts, {intent}" if intent else "factors of routed experts"
+        raise NoExpertKeys(files.label, files.weights_name, expected, f"only {', '.join(kinds)}")
     form, *others = first
     if others:
         raise MixedForms(

@@ -144,5 +144,8 @@ def _list_priors(version: str | None) -> Iterator[Evidence]:
 
 def _parse_packing(said: str, where: str, adapter: str) -> Packing:
     if said not in tuple(Packing):
-        raise InvalidConfig(adapter, where, " or ".join(Packing), repr(said)[:200])
+        advice = (
+            "" if where.startswith(CONFIG_NAME) else "Correct it, or take it out: then nothing is stated."
+        )
+        raise InvalidConfig(adapter, where, " or ".join(Packing), repr(said)[:200], advice)
     return Packing(said)

@@ -31,11 +31,13 @@ def parse_strict_json(data: bytes) -> object:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"the key {name[:200]!r} twice")
-        fields[name] = value
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name[:200]!r} twice")
+            seen.add(name)
     return fields
 
 

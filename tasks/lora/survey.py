@@ -33,6 +33,17 @@ _BITS = {"F32": ("u4", 0x7FFFFFFF, 0x7F800000), "F16": ("u2", 0x7FFF, 0x7C00), "
 _BLOCK = 1 << 17
 # Pairs looked at at a time.
 _THREADS = 2
+# Tensors named beside the first that has NaN or infinite values.
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A tensor with so many NaN or infinite values."""
+
+    name: str
+    count: int
+    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +84,22 @@ class Survey:
 def survey_tensors(files: AdapterFiles, layout: AdapterLayout) -> Survey:
     """Return what every tensor shows, each read once, two at a time; the layout's packing is not asked.
 
-    Raises NonFinite for the first tensor with NaN or infinite values, CorruptFile if a file shrank.
+    Raises NonFinite for the first tensor with NaN or infinite values, which counts the others and names some,
+    CorruptFile if a file shrank.
     """
+    faults: list[_Fault] = []
 
     def survey_pair(pair: ExpertPair) -> PairSurvey:
-        return _survey_pair(reader, layout, pair)
+        return _survey_pair(reader, layout, pair, faults)
 
     def is_moved(entry: TensorEntry) -> bool:
-        return bool(_read_flags(reader, layout, entry)[0].any())
+        return bool(_read_flags(reader, entry, faults)[0].any())
 
     with open_tensors(files) as reader, one_thread(), ThreadPoolExecutor(_THREADS) as threads:
         pairs = tuple(threads.map(survey_pair, layout.pairs))
         moved = tuple(threads.map(is_moved, (module.entry for module in layout.modules)))
+    if faults:
+        raise _explain_faults(layout, faults)
     kinds = (module.key.kind for module in layout.modules[::2])
     both = (first and second for first, second in zip(moved[::2], moved[1::2], strict=True))
     return Survey(pairs, tuple(zip(kinds, both, strict=True)))
@@ -96,23 +111,41 @@ def _same_reason(item: PairSurvey) -> str | None:
     return None if item.a.any() and item.b.any() else ONLY_ZEROS
 
 
-def _survey_pair(reader: TensorReader, layout: AdapterLayout, pair: ExpertPair) -> PairSurvey:
+def _explain_faults(layout: AdapterLayout, faults: list[_Fault]) -> NonFinite:
+    """Return the error for the first of them in the order of the pairs and modules."""
+    entries = [entry for pair in layout.pairs for entry in (*pair.a, *pair.b)]
+    places = {
+        entry.name: place
+        for place, entry in enumerate([*entries, *(module.entry for module in layout.modules)])
+    }
+    first, *others = sorted(faults, key=lambda fault: places[fault.name])
+    found = f"{first.count} NaN or infinite of {first.elements}"
+    if others:
+        named = ", ".join(fault.name for fault in others[:_NAMED])
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        found += f"; some too in {named}{more}"
+    return NonFinite(layout.label, first.name, "finite values", found)
+
+
+def _survey_pair(
+    reader: TensorReader, layout: AdapterLayout, pair: ExpertPair, faults: list[_Fault]
+) -> PairSurvey:
     if layout.form is SourceForm.PER_EXPERT:
         flags = [
-            [_read_flags(reader, layout, entry)[0].any() for entry in entries] for entries in (pair.a, pair.b)
+            [_read_flags(reader, entry, faults)[0].any() for entry in entries] for entries in (pair.a, pair.b)
         ]
         return PairSurvey(pair, np.array([flags[0]]), np.array([flags[1]]), None)
     if layout.form is SourceForm.CUBE:  # whose first axis may be 1, a factor that all experts share
-        (a, _), (b, _) = (_read_flags(reader, layout, entry) for entry in (*pair.a, *pair.b))
+        (a, _), (b, _) = (_read_flags(reader, entry, faults) for entry in (*pair.a, *pair.b))
         whole = (1, layout.base.experts)
         return PairSurvey(pair, np.broadcast_to(a, whole), np.broadcast_to(b, whole), None)
     shares = len(pair.projections)
     cut = (1, shares) if layout.orientation is Orientation.STANDARD else (shares, 1)
     turns = layout.family.parameter_of(pair.projections[0]).interleaved
-    a, a_words = _read_flags(reader, layout, pair.a[0], shares=cut[0], turns=turns)
-    b, b_words = _read_flags(reader, layout, pair.b[0], shares=cut[1], turns=turns, columns=True)
+    a, a_words = _read_flags(reader, pair.a[0], faults, shares=cut[0], turns=turns)
+    b, b_words = _read_flags(reader, pair.b[0], faults, shares=cut[1], turns=turns, columns=True)
     made = PairSurvey(pair, a, b, None)
-    if _same_reason(made) is not None:
+    if _same_reason(made) is not None or faults:
         return made
     score = score_tensor(
         _as_tensor(a_words, pair.a[0]),
@@ -127,8 +160,8 @@ def _survey_pair(reader: TensorReader, layout: AdapterLayout, pair: ExpertPair) 
 
 def _read_flags(
     reader: TensorReader,
-    layout: AdapterLayout,
     entry: TensorEntry,
+    faults: list[_Fault],
     *,
     shares: int = 1,
     turns: bool = False,
@@ -136,7 +169,8 @@ def _read_flags(
 ) -> tuple[Flags, _Words]:
     """Return (shares, rows or columns): which hold anything but zeros in a share of the other axis; and the bits.
 
-    turns: the shares take turns along that axis. Axes after the first count as one. Raises NonFinite.
+    turns: the shares take turns along that axis. Axes after the first count as one. A tensor with NaN or infinite
+    values is added to `faults`.
     """
     kind, unsigned, exponent = _BITS[entry.dtype]
     words = np.empty(entry.shape, kind)
@@ -149,7 +183,7 @@ def _read_flags(
     maxima = np.stack([_find_maxima(part, unsigned, columns=columns) for part in parts])
     if maxima.max() >= exponent:
         count = int(np.count_nonzero((words & unsigned) >= exponent))
-        raise NonFinite(layout.label, entry.name, "finite values", f"{count} NaN or infinite of {words.size}")
+        faults.append(_Fault(entry.name, count, words.size))
     return maxima != 0, words
 
 

@@ -17,7 +17,8 @@ class TrainingStatement:
     """What an upload says about its own training, as it was written down.
 
     layout: one packing's name for every parameter. layouts: (parameter, name), which go before it.
-    peft_version: of the PEFT that the trainer ran on, for files whose config does not give it.
+    peft_version: of the PEFT that the trainer ran on, for files whose config does not give it. intended: the classes of
+    tensors that were to be trained, by the names of TensorClass; () where nothing is said.
     """
 
     trainer_name: str | None = None
@@ -25,6 +26,7 @@ class TrainingStatement:
     layout: str | None = None
     layouts: tuple[tuple[str, str], ...] = ()
     peft_version: str | None = None
+    intended: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
