@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 
@@ -18,25 +27,60 @@ REFUSED = "Refused"
 
 _FIRST_PAUSE = timedelta(minutes=1)
 _LONGEST_PAUSE = timedelta(hours=1)
+# A run claims its adapter within seconds of its beginning. What nobody holds after this long has died with its machine,
+# although Prefect goes on showing the run as at work.
+_CLAIMED_WITHIN = timedelta(minutes=15)
+_AGAIN = re.compile(r"/again-\d+$")
+_PAGE = 200
+
+
+def list_asked() -> set[str]:
+    """The keys of all requests for an adapter that nobody holds whose run has not begun, or only just."""
+    onboard = DeploymentFilter(name=DeploymentFilterName(any_=[ONBOARD.partition("/")[2]]))
+    ended = FlowRunFilterStateType(not_any_=list(TERMINAL_STATES))
+    alive = FlowRunFilter(state=FlowRunFilterState(type=ended))
+    keys: set[str] = set()
+    read = _PAGE
+    with get_client(sync_client=True) as client:
+        offset = 0
+        while read == _PAGE:
+            runs = client.read_flow_runs(
+                deployment_filter=onboard, flow_run_filter=alive, limit=_PAGE, offset=offset
+            )
+            keys.update(
+                _AGAIN.sub("", run.idempotency_key)
+                for run in runs
+                if run.idempotency_key and not (run.state and _has_died(run.state))
+            )
+            read = len(runs)
+            offset += read
+    return keys
 
 
 def request_onboard(author: str, run: str, *, key: str, submission: str = "", rescore: bool = False) -> bool:
     """Ask for a run of `onboard` for one upload; whether there is one on its way now.
 
     A run under this key that has ended, although it is asked for again, is followed by another, after a pause that
-    doubles with each. One that ended as REFUSED is not.
+    doubles with each. One that ended as REFUSED is not. So is one that has been at work for long, but for `rescore`:
+    who asks for all else has seen that nobody holds the adapter.
     """
     parameters = {"author": author, "run": run, "submission": submission, "rescore": rescore}
     ended = 0
     while True:
         asked = _ask(ONBOARD, key=f"{key}/again-{ended}" if ended else key, parameters=parameters)
         state = asked.state
-        if state is None or not state.is_final():
+        if state is None or not (state.is_final() or (_has_died(state) and not rescore)):
             return True
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * (1 << min(ended, 16)))
         if (state.name or "").startswith(REFUSED) or datetime.now(UTC) < state.timestamp + pause:
             return False
         ended += 1
+
+
+def _has_died(state: State) -> bool:
+    """Whether a run in this state has died, if nobody holds its adapter."""
+    has_begun = state.is_running() or state.is_pending()
+    return has_begun and datetime.now(UTC) >= state.timestamp + _CLAIMED_WITHIN
 
 
 def request_sync(window_seconds: int, log: Log) -> None:

@@ -23,12 +23,14 @@ def deploy() -> list[str]:
     connect_prefect(load_settings())
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
     from prefect.events import DeploymentEventTrigger
     from prefect.exceptions import ObjectAlreadyExists
     from prefect.schedules import Interval
     from prefect.types.entrypoint import EntrypointType
 
+    from flows.matrix import matrix
     from flows.onboard import onboard
     from flows.sweep import sweep
     from flows.sync import sync
@@ -68,8 +70,18 @@ def deploy() -> list[str]:
             name="sweep",
             work_queue_name=URGENT,
             schedule=Interval(timedelta(minutes=1)),
-            concurrency_limit=1,
+            # One that comes while another is at work is not kept: kept ones would take the worker's every turn,
+            # before all adapters, and none would get on.
+            concurrency_limit=ConcurrencyLimitConfig(
+                limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
+            ),
             description="Finds uploads that no event started, and those whose wait is over.",
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        ),
+        matrix.to_deployment(
+            name="matrix",
+            concurrency_limit=1,
+            description="The served adapters of a base on each other's held-out text; on demand.",
             entrypoint_type=EntrypointType.MODULE_PATH,
         ),
     ]

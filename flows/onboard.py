@@ -14,13 +14,22 @@ from storage.errors import ClaimLost
 from storage.ledger import TERMINAL, Outcome, Step, StepKind
 from tasks.arbitration import settle
 from tasks.conversion import convert, inspect
-from tasks.intake import AdapterBusy, AdapterWaits, IntakeRefused, Superseded, claimed_job, intake
+from tasks.intake import (
+    AdapterBusy,
+    AdapterStopped,
+    AdapterWaits,
+    IntakeRefused,
+    Superseded,
+    claimed_job,
+    intake,
+)
 from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
+from tasks.opponents import choose
 from tasks.page import publish_page
 from tasks.publication import stage, unstage_control
 from tasks.readings import undecided_parameters
-from tasks.scoring import choose, score, score_readings
+from tasks.scoring import score, score_readings
 from tasks.validation import check
 
 
@@ -51,6 +60,10 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
         log.info("%s", waits)
         request_sync(settings.sync_window_seconds, log)
         return Completed(name=f"Waiting: {waits.code.value}", message=str(waits))
+    except AdapterStopped as stopped:
+        log.warning("%s", stopped)
+        request_sync(settings.sync_window_seconds, log)
+        return Failed(name=f"Stopped: {stopped.code}", message=str(stopped))
     except (AdapterBusy, ClaimLost) as elsewhere:
         log.info("%s", elsewhere)
         return Completed(name="Elsewhere", message=str(elsewhere))

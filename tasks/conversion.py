@@ -32,6 +32,7 @@ from tasks.records import (
     training_statement,
     written_digest,
 )
+from tasks.training_file import list_base_warnings, unreadable_training
 from tasks.transfer import fetch_directory, recorded_files
 
 
@@ -98,10 +99,12 @@ def read_source(
     either is read as `provisional`.
 
     Raises:
-        AdapterError: it cannot be read as an adapter of its base.
+        AdapterError: it cannot be read as an adapter of its base, or its training.json not at all.
         SourceGone: a file was deleted from the store.
         UploadAmbiguous, UploadChanged, UploadCorrupt, StoreUnavailable: see `storage.uploads.download_upload`.
     """
+    if job.upload.misstatement is not None:
+        raise unreadable_training(job.label, job.upload.misstatement)
     if (scores, provisional) not in job.inspections:
         job.inspections[scores, provisional] = inspect_adapter(
             _fetch_source(job),
@@ -118,7 +121,8 @@ def read_source(
 def source_record(job: Job, found: Inspection) -> dict[str, Any]:
     """An inspection of the upload as its ledger writes it."""
     record = inspection_record(found) | {"base": job.base.name}
-    record["warnings"] = [*found.warnings, *job.upload.warnings]
+    of_base = list_base_warnings(job.upload.training, job.base.document)
+    record["warnings"] = [*found.warnings, *job.upload.warnings, *of_base]
     return record
 
 

@@ -22,6 +22,7 @@ from storage.errors import (
     ClaimHeld,
     HeldoutMissing,
     InvalidDocument,
+    InvalidName,
     LedgerBusy,
     ObjectNotFound,
     StoreUnavailable,
@@ -54,6 +55,19 @@ class AdapterWaits(Exception):
     def __str__(self) -> str:
         """Name the adapter and what it waits for."""
         return f"{self.label} waits: {self.reason}"
+
+
+class AdapterStopped(Exception):
+    """A document that is an operator's to mend keeps this adapter from being taken up; tried again after pauses."""
+
+    def __init__(self, label: str, code: Code, reason: str) -> None:
+        """Keep which adapter, and why."""
+        self.label, self.code, self.reason = label, code, reason
+        super().__init__(label, code, reason)
+
+    def __str__(self) -> str:
+        """Name the adapter and the reason."""
+        return f"{self.label}: {self.reason}"
 
 
 class AdapterBusy(Exception):
@@ -102,14 +116,29 @@ class Superseded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A complete upload with what it needs; `base` and `heldout` may still be missing, with the reason."""
+class Hindrance:
+    """Why nothing can begin with a complete upload: what it waits for, or a document that an operator has to mend."""
 
-    upload: Upload
-    base: Base | None
+    outcome: Outcome
+    code: Code
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an upload is judged with; `policy` is the operator's, where one applies to this base."""
+
+    base: Base
     policy: Policy | None
     heldout: tuple[HeldoutSet, ...]
-    waits_for: tuple[Code, str] | None  # the code and the sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A complete upload with what it needs, or with what keeps it from being begun with."""
+
+    upload: Upload
+    needs: Needs | Hindrance
 
 
 @task(name="intake", persist_result=False, cache_policy=NO_CACHE)
@@ -119,29 +148,39 @@ def intake(store: S3Store, author: str, run: str) -> Taken:
 
 
 def take_in(store: S3Store, author: str, run: str) -> Taken:
-    """A complete upload with its base, the operator's policy and its held-out text, or with what is missing of these.
+    """A complete upload with its base, the operator's policy and its held-out text, or with what is amiss with these.
 
     Raises:
         AdapterWaits: the upload is not complete yet (nothing to record: it has no digest).
-        IntakeRefused: a document that it needs cannot be used.
+        IntakeRefused: it cannot be read as an upload.
+    """
+    upload = take_upload(store, author, run)
+    try:
+        base = read_base(store, upload.marker.base)
+        needs = Needs(base, find_policy(store, base.name), _read_heldout(store, upload))
+    except (UnknownBase, HeldoutMissing, InvalidDocument) as error:
+        ruling = rule(error)
+        return Taken(upload, Hindrance(ruling.outcome, Code(ruling.code), str(error)))
+    return Taken(upload, needs)
+
+
+def take_upload(store: S3Store, author: str, run: str) -> Upload:
+    """A complete upload by itself.
+
+    Raises:
+        AdapterWaits: it is not complete yet.
+        IntakeRefused: it cannot be read as an upload.
     """
     label = f"{author}/{run}"
     try:
-        upload = _read_upload(store, author, run)
-        try:
-            base = read_base(store, upload.marker.base)
-        except UnknownBase as error:
-            return Taken(upload, None, None, (), (Code.UNKNOWN_BASE, str(error)))
-        policy = find_policy(store, base.name)
-        try:
-            heldout = _read_heldout(store, upload)
-        except HeldoutMissing as error:
-            return Taken(upload, base, policy, (), (Code.NO_HELDOUT, str(error)))
+        return read_upload(store, author, run)
     except UploadIncomplete as error:
         raise AdapterWaits(label, Code.INCOMPLETE_UPLOAD, str(error)) from error
+    except InvalidName as error:
+        raise IntakeRefused(label, Code.AMBIGUOUS_UPLOAD.value, str(error)) from error
     except InvalidDocument as error:
-        raise IntakeRefused(label, rule(error).code.value, str(error)) from error
-    return Taken(upload, base, policy, heldout, None)
+        # Its marker: a file of the upload's, unlike the operator's documents that are read later.
+        raise IntakeRefused(label, Code.CORRUPT_OR_PARTIAL.value, str(error)) from error
 
 
 @contextmanager
@@ -164,7 +203,7 @@ def claimed_job(
         IntakeRefused: the ledger cannot be used, or is ready for another base.
         Superseded: the adapter was submitted again since.
         AdapterBusy: another run holds the claim.
-        AdapterWaits: base or held-out text is missing; recorded in the ledger.
+        AdapterWaits, AdapterStopped: base or held-out text is missing, or cannot be used; recorded in the ledger.
     """
     marker = taken.upload.marker
     label = f"{marker.author}/{marker.run}"
@@ -179,17 +218,16 @@ def claimed_job(
         latest = max(known.submission for known in ledger.document.submissions)
         if marker.submission < latest:
             raise Superseded(label, marker.submission, latest)
-        if taken.waits_for is not None or taken.base is None:
-            code, reason = taken.waits_for or (Code.UNKNOWN_BASE, "")
-            ledger.append(_wait_step(ledger, code, reason, worker, flow_run))
-            raise AdapterWaits(label, code, reason)
+        needs = taken.needs
+        if isinstance(needs, Hindrance):
+            raise _hinder(ledger, label, needs, worker, flow_run)
         with ledger.keep_claim(limits.claim_seconds):
             yield Job(
                 store=store,
                 upload=taken.upload,
-                base=taken.base,
-                policy=taken.policy,
-                heldout=taken.heldout,
+                base=needs.base,
+                policy=needs.policy,
+                heldout=needs.heldout,
                 ledger=ledger,
                 limits=limits,
                 disk=disk,
@@ -202,14 +240,6 @@ def claimed_job(
         disk.close()
         trim_folders(list((limits.work_path / "served" / marker.base).glob("*/*")), _KEPT)
         _release(ledger, label, log)
-
-
-def _read_upload(store: S3Store, author: str, run: str) -> Upload:
-    try:
-        return read_upload(store, author, run)
-    except InvalidDocument as error:
-        # Its marker or training.json: a file of the upload's, unlike the operator's documents that are read later.
-        raise IntakeRefused(f"{author}/{run}", Code.CORRUPT_OR_PARTIAL.value, str(error)) from error
 
 
 def _open_ledger(store: S3Store, upload: Upload, label: str) -> LedgerHandle:
@@ -230,36 +260,44 @@ def _release(ledger: LedgerHandle, label: str, log: logging.Logger | logging.Log
 
 
 def _read_heldout(store: S3Store, upload: Upload) -> tuple[HeldoutSet, ...]:
-    author = upload.marker.author
-    named = upload.training.heldout if upload.training else ()
-    refs = [parse_heldout_ref(ref) for ref in named] or [
-        (author, name) for name in list_heldout(store, author)
-    ]
-    if not refs:
-        raise HeldoutMissing(author, "main", ())
-    return tuple(read_heldout(store, owner, name) for owner, name in refs)
+    """The sets that training.json names, and all those of each author that it serves and names no set of."""
+    training = upload.training
+    refs = [parse_heldout_ref(ref) for ref in training.heldout] if training else []
+    served = training.authors if training else ()
+    if not refs and not served:
+        served = (upload.marker.author,)
+    named = {owner for owner, _ in refs}
+    for owner in served:
+        if owner not in named:
+            names = list_heldout(store, owner)
+            if not names:
+                raise HeldoutMissing(owner, "main", ())
+            refs += [(owner, name) for name in names]
+    return tuple(read_heldout(store, owner, name) for owner, name in dict.fromkeys(refs))
 
 
-def _wait_step(ledger: LedgerHandle, code: Code, reason: str, worker: str, flow_run: str) -> Step:
-    """Why nothing could begin, on the record; a later run with the cause gone has another step key."""
+def _hinder(
+    ledger: LedgerHandle, label: str, hindrance: Hindrance, worker: str, flow_run: str
+) -> AdapterWaits | AdapterStopped:
+    """Put on the record why nothing could begin; a later run with the cause gone has another step key."""
+    code = hindrance.code.value
     kind = StepKind.INSPECTED
-    inputs = {
-        "adapter": ledger.document.adapter_digest,
-        "base": ledger.document.base,
-        "waits_for": code.value,
-    }
+    inputs = {"adapter": ledger.document.adapter_digest, "base": ledger.document.base, "waits_for": code}
     key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
     now = utc_now()
-    return Step(
+    step = Step(
         kind=kind,
         step_key=key,
         attempt=ledger.next_attempt(kind, key),
         code_version=STEP_VERSIONS[kind],
         inputs=inputs,
-        outcome=Outcome.WAITING,
-        result={"code": code.value, "codes": [code.value], "reason": reason, "where": None},
+        outcome=hindrance.outcome,
+        result={"code": code, "codes": [code], "reason": hindrance.reason, "where": None},
         started_at=now,
         finished_at=now,
         worker=worker,
         flow_run=flow_run,
     )
+    ledger.append(step)
+    ends = AdapterWaits if hindrance.outcome is Outcome.WAITING else AdapterStopped
+    return ends(label, hindrance.code, hindrance.reason)

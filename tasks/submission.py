@@ -96,6 +96,7 @@ def add_base(
         exclusions=before.exclusions if before else (),
         served_model=served_model,
         weights_digest=weights_digest(weights, progress) if weights else None,
+        weights=str(weights.resolve()) if weights else None,
         engine=BaseEngine(url=engine_url),
         target_format=format,
     )

@@ -20,7 +20,7 @@ from storage.ledger import Outcome
 from storage.s3 import S3Store
 from storage.uploads import UploadedFile, UploadMarker, download_upload, read_upload
 from tasks.intake import AdapterWaits, IntakeRefused, take_in
-from tasks.lora.errors import AdapterError, AmbiguousWeights, MissingConfig, PickleRefused
+from tasks.lora.errors import AdapterError, AmbiguousWeights, MisspeltFile, PickleRefused
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.outcomes import Code, rule
 from tasks.sweeping import list_due
@@ -98,30 +98,57 @@ def test_names_that_collide_are_mended_by_submitting_again(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "found"),
+    ("data", "found"),
     [
-        ("training.json", b'{"authors": ["Ada"]}', "authors.0: .*author 'Ada': expected 1 to 64"),
-        ("training.json", b"<html>404</html>", "Invalid JSON"),
-        ("_READY.json", b'{"schema": 1}', "author: Field required"),
-        ("_READY.json", b"", "Invalid JSON"),
+        (b'{"schema": 1}', "author: Field required"),
+        (b"", "Invalid JSON"),
     ],
 )
-def test_an_upload_whose_own_documents_cannot_be_read_is_refused_as_damaged(
-    store: S3Store, tmp_path: Path, name: str, data: bytes, found: str
+def test_an_upload_whose_marker_cannot_be_read_is_refused_as_damaged(
+    store: S3Store, tmp_path: Path, data: bytes, found: str
 ) -> None:
     """It is the author who has to correct it; `internal` would call it a fault of ours."""
-    marker = submit_directory(store, save_adapter(tmp_path / "source", GOOD))
-    if name == "training.json":
-        list_more(store, marker, {name: data})
-    else:
-        store.put(upload_file_key("ada", "run-1", name), data)
+    submit_directory(store, save_adapter(tmp_path / "source", GOOD))
+    store.put(marker_key("ada", "run-1"), data)
     before = keys(store)
-    with pytest.raises(IntakeRefused, match=rf"uploads/ada/run-1/{name}: .*{found}") as caught:
+    with pytest.raises(IntakeRefused, match=rf"uploads/ada/run-1/_READY.json: .*{found}") as caught:
         take_in(store, "ada", "run-1")
     assert caught.value.code == "corrupt_or_partial"
     message = str(caught.value)
     assert message.startswith(f"{LABEL}: ") and message.endswith(". Correct it and write it again.")
     assert ".." not in message.replace("no '..'", "") and keys(store) == before
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b'{"authors": ["Ada"]}', "authors.0: Value error, author 'Ada': expected 1 to 64"),
+        (b"<html>404</html>", "Invalid JSON"),
+    ],
+)
+def test_a_statement_that_cannot_be_read_is_on_the_record_and_mended_by_submitting_again(
+    desk: Desk, data: bytes, found: str
+) -> None:
+    """Its author asks `roster why`, which knows only what has a ledger."""
+    desk.heldout("ada")
+    folder = desk.adapter("ada")
+    list_more(desk.store, desk.submit("ada", folder).marker, {"training.json": data})
+    assert desk.run("ada").name == "Quarantined: corrupt_or_partial"
+    verdict = desk.ledger("ada").verdict
+    assert verdict is not None and verdict.result["where"] == "training.json"
+    reason = str(verdict.result["reason"])
+    assert reason.startswith(f"{LABEL}: training.json: found {found}"[:40]) and found in reason
+    assert "expected what a trainer may state" in reason and "Correct it" in reason
+    assert list_due(desk.store, now=utc_now() + timedelta(days=1), grace_s=60) == [], "it is final"
+    desk.submit("ada", folder, run="run-2")
+    assert desk.run("ada", "run-2").name == "Ready"
+
+
+def test_an_upload_that_no_upload_can_be_called_is_refused(store: S3Store) -> None:
+    """Whatever an event says: another program may send it."""
+    with pytest.raises(IntakeRefused, match=r"Ada B/run-1: author 'Ada B': expected 1 to 64") as caught:
+        take_in(store, "Ada B", "run-1")
+    assert caught.value.code == "ambiguous_upload"
 
 
 def test_files_that_are_listed_and_not_there_yet_are_waited_for(store: S3Store, tmp_path: Path) -> None:
@@ -174,7 +201,7 @@ def pickle_alone(folder: Path) -> None:
     [
         (beside_a_shard, AmbiguousWeights, "ambiguous_upload"),
         (beside_an_earlier_step, AmbiguousWeights, "ambiguous_upload"),
-        (config_in_other_letters, MissingConfig, "corrupt_or_partial"),
+        (config_in_other_letters, MisspeltFile, "ambiguous_upload"),
         (pickle_alone, PickleRefused, "pickle_refused"),
     ],
     ids=short_id,

@@ -220,6 +220,25 @@ def test_missing_heldout_text_waits_and_is_taken_again(desk: Desk) -> None:
     assert list_due(desk.store, now=later, grace_s=60) == []
 
 
+def test_a_damaged_document_of_the_operators_is_a_stop_that_ends_by_itself(desk: Desk) -> None:
+    """As a refusal it would have been left to people for ever: the upload is in order."""
+    desk.heldout("cedar")
+    desk.submit("cedar", desk.adapter("cedar"))
+    key = "heldout/cedar/main.jsonl"
+    whole = desk.store.get(key).body
+    desk.store.put(key, b"no json\n")
+    state = desk.run("cedar")
+    assert state.name == "Stopped: internal" and state.is_failed() and key in (state.message or "")
+    ledger = desk.ledger("cedar")
+    assert ledger.steps[-1].outcome is Outcome.STOPPED and ledger.verdict is None and ledger.claim is None
+    assert "Correct it" in str(ledger.steps[-1].result["reason"])
+    assert list_due(desk.store, now=utc_now(), grace_s=0) == [], "not at once"
+    desk.store.put(key, whole)
+    [due] = list_due(desk.store, now=utc_now() + timedelta(minutes=5), grace_s=0)
+    assert due.why == "it was stopped"
+    assert desk.run("cedar").name == "Ready"
+
+
 def test_an_unknown_base_waits(desk: Desk) -> None:
     desk.heldout("cedar")
     desk.submit("cedar", desk.adapter("cedar"), base="small")
@@ -313,9 +332,14 @@ def test_two_runs_of_one_adapter_do_not_work_at_once(desk: Desk) -> None:
     state = desk.run("oak")
     assert state.name == "Elsewhere" and "another worker" in (state.message or "")
     assert desk.ledger("oak").steps == ()
-    assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) is None
+    assert (
+        reason_to_run(marker, desk.ledger("oak"), since=marker.submitted_at, now=utc_now(), grace_s=0) is None
+    )
     other.release()
-    assert reason_to_run(marker, desk.ledger("oak"), now=utc_now(), grace_s=0) == "its run died"
+    assert (
+        reason_to_run(marker, desk.ledger("oak"), since=marker.submitted_at, now=utc_now(), grace_s=0)
+        == "its run died"
+    )
 
 
 @pytest.mark.real

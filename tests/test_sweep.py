@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from store_builders import make_adapter_directory, make_step, memory_store, subm
 
 import flows.asking
 import flows.sweep
-from flows.asking import request_onboard, request_sync
+from flows.asking import list_asked, request_onboard, request_sync
 from flows.deploy import deploy
 from flows.events import announce_upload
 from flows.settings import Settings
@@ -30,7 +30,7 @@ from flows.sweep import sweep
 from storage.claims import LedgerHandle, open_ledger
 from storage.documents import utc_now
 from storage.heldout import register_heldout
-from storage.keys import heldout_key, ledger_key
+from storage.keys import heldout_key, ledger_key, marker_key
 from storage.ledger import Outcome, Step, StepKind, SubmissionRef
 from storage.s3 import S3Store
 from storage.training import Training
@@ -94,6 +94,13 @@ def test_an_upload_that_no_run_took_up_is_due_after_a_while(store: S3Store, tmp_
     assert due(store) == []
 
 
+def test_a_trainers_clock_that_is_ahead_keeps_no_upload_waiting(store: S3Store, tmp_path: Path) -> None:
+    """It told local time as UTC, and was left to an event that never came for as many hours."""
+    upload(store, tmp_path, "ada", now=lambda: utc_now() + timedelta(hours=9))
+    assert list_due(store, now=utc_now(), grace_s=60) == []
+    assert due(store) == [("ada", "no run has taken it up")]
+
+
 def test_one_bad_upload_does_not_stop_the_sweep_for_all(store: S3Store, tmp_path: Path) -> None:
     """A waiting author's held-out text is damaged, another's ledger: the third is still found."""
     add_tiny_base(store)
@@ -104,6 +111,24 @@ def test_one_bad_upload_does_not_stop_the_sweep_for_all(store: S3Store, tmp_path
     store.put(ledger_key("worse", read_upload(store, "worse", worse.run).adapter_digest), b"\xff no json")
     upload(store, tmp_path, "zoe")
     assert due(store) == [("bad", "its wait may be over"), ("zoe", "no run has taken it up")]
+
+
+def test_an_upload_whose_marker_is_no_marker_gets_a_run_that_says_so(store: S3Store, tmp_path: Path) -> None:
+    """Another program's marker, one copied with its folder, an author that cannot be one: nobody was ever told."""
+    marker = upload(store, tmp_path, "ada")
+    store.put(marker_key("ada", "copied"), store.get(marker_key("ada", marker.run)).body)
+    store.put(marker_key("bad", "run-1"), b"done")
+    store.put("uploads/Some One/run-1/_READY.json", b"{}")
+    assert list_due(store, now=utc_now(), grace_s=60) == []
+    found = {f"{one.author}/{one.run}": one for one in list_due(store, now=utc_now() + LATER, grace_s=60)}
+    assert found.keys() == {"ada/run-1", "ada/copied", "bad/run-1", "Some One/run-1"}
+    assert found["Some One/run-1"].why == "its name is none that we take"
+    why = "its marker is none of this upload"
+    assert [found[name].why for name in ("ada/copied", "bad/run-1")] == [why, why]
+    before = found["bad/run-1"].key
+    store.put(marker_key("bad", "run-1"), b"done!")
+    again = {one.key for one in list_due(store, now=utc_now() + LATER, grace_s=60)}
+    assert before not in again and len(again) == 4, "one run for each marker"
 
 
 def test_a_wait_for_two_things_says_which_is_missing_now(store: S3Store, tmp_path: Path) -> None:
@@ -127,6 +152,14 @@ def test_an_upload_whose_files_come_after_its_marker_is_due_when_they_are_there(
     marker = upload(store, tmp_path, "ada")
     key = f"uploads/ada/{marker.run}/adapter_config.json"
     body = store.get(key).body
+    store.delete(key)
+    assert due(store) == []
+    store.put(key, body)
+    assert due(store) == [("ada", "no run has taken it up")]
+    # And the same adapter once more, of which a ledger tells already.
+    record(taken_up(store, marker), judged())
+    again = upload(store, tmp_path, "ada", run="run-2")
+    key = f"uploads/ada/{again.run}/adapter_config.json"
     store.delete(key)
     assert due(store) == []
     store.put(key, body)
@@ -182,6 +215,34 @@ def test_the_same_request_starts_one_run(deployed: None) -> None:
 
 
 @pytest.mark.real
+def test_one_look_tells_which_requests_have_a_run_on_its_way(
+    deployed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep over a long backlog asked for each of them once more, which took longer than the sweeps lie apart."""
+    monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+    monkeypatch.setattr(flows.asking, "_PAGE", 2)
+    keys = [f"swept-oak-{number}/run-1/s" for number in range(5)]
+    for key in keys:
+        request_onboard(key.split("/")[0], "run-1", key=key)
+    end_run("swept-oak-1", Completed())
+    end_run("swept-oak-2", Crashed(message="the worker is gone"))
+    request_onboard("swept-oak-2", "run-1", key=keys[2])
+    assert {key for key in list_asked() if key.startswith("swept-oak")} == {*keys} - {keys[1]}
+
+
+@pytest.mark.real
+def test_sweeps_do_not_queue_before_the_adapters(deployed: None) -> None:
+    """They go first: those that waited for a slow one took every turn of the worker, and no adapter got on."""
+    with get_client(sync_client=True) as client:
+        kept = {
+            name: client.read_deployment_by_name(name).concurrency_options
+            for name in ("sweep/sweep", "sync/sync")
+        }
+    strategies = {name: options and options.collision_strategy.value for name, options in kept.items()}
+    assert strategies == {"sweep/sweep": "CANCEL_NEW", "sync/sync": None}, "a sync that waits is wanted"
+
+
+@pytest.mark.real
 def test_a_run_that_died_is_followed_by_another_after_a_pause(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +255,26 @@ def test_a_run_that_died_is_followed_by_another_after_a_pause(
     assert request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
     assert request_onboard("swept-elm", "run-1", key="swept-elm/run-1/s")
     assert states_of("swept-elm") == ["Crashed", "Scheduled"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("begun", [Pending, Running])
+def test_a_run_that_died_with_its_machine_is_followed_by_another(
+    deployed: None, monkeypatch: pytest.MonkeyPatch, begun: Callable[[], State[Any]]
+) -> None:
+    """Nothing tells Prefect: it shows the run as at work for ever, and the upload was never taken up again."""
+    author = f"swept-{begun.__name__.lower()}"
+    request_onboard(author, "run-1", key=f"{author}/run-1/s")
+    end_run(author, begun())
+    assert request_onboard(author, "run-1", key=f"{author}/run-1/s") and f"{author}/run-1/s" in list_asked()
+    assert len(states_of(author)) == 1
+    monkeypatch.setattr(flows.asking, "_CLAIMED_WITHIN", timedelta(0))
+    monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+    assert f"{author}/run-1/s" not in list_asked()
+    assert request_onboard(author, "run-1", key=f"{author}/run-1/s", rescore=True)
+    assert len(states_of(author)) == 1, "whoever asks for that has not looked who holds it"
+    assert request_onboard(author, "run-1", key=f"{author}/run-1/s")
+    assert states_of(author)[1:] == ["Scheduled"] and f"{author}/run-1/s" in list_asked()
 
 
 @pytest.mark.real
