@@ -28,9 +28,9 @@ from storage.training import parse_training
 from storage.uploads import UploadMarker, file_names_fault
 from tasks.directories import KnownBase, check_directories, convert_directory, inspect_directory
 from tasks.lora.base import read_base_config
-from tasks.lora.check import CheckName, CheckReport
+from tasks.lora.checks import CheckName, CheckReport
 from tasks.outcomes import MISUSE, RULED, refused_document
-from tasks.records import check_records
+from tasks.records import check_record
 
 _FOREIGN = "what lies outside the upload"
 _LONGEST_MESSAGE = 3_000
@@ -184,7 +184,7 @@ def _note_refusal(outcome: Outcome, stage: str, error: Exception) -> None:
 
 def _judge(report: CheckReport, outcome: Outcome, format: str, *, made: bool) -> None:
     """A conversion that was just made must pass but for what is wrong with the adapter itself."""
-    json.dumps(check_records(report), ensure_ascii=False).encode()
+    json.dumps(check_record(report), ensure_ascii=False).encode()
     failed = [check for check in report.checks if not check.passed]
     if not made:
         outcome.codes.append(f"check {format} {'failed' if failed else 'passed'}")

@@ -14,9 +14,17 @@ from storage.digests import directory_digest, is_adapter_file, sha256_file
 from storage.keys import TRAINING_FILE
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import read_adapter_config
-from tasks.lora.files import open_adapter, read_document_bytes
+from tasks.lora.errors import (
+    AdapterError,
+    LayoutConflict,
+    OrientationUndecided,
+    PackingUndecided,
+    RoleUndecided,
+)
+from tasks.lora.files import open_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
+from tasks.lora.problems import Problems
 from tasks.lora.target import TargetFormat
 from tasks.records import (
     conversion_record,
@@ -25,11 +33,11 @@ from tasks.records import (
     training_statement,
     written_digest,
 )
+from tasks.training_file import read_training
 
 if TYPE_CHECKING:
     from storage.policy import Policy
-    from storage.training import Training
-    from tasks.lora.check import CheckReport
+    from tasks.lora.checks import CheckReport
     from tasks.lora.write import Progress
 
 
@@ -41,6 +49,14 @@ class KnownBase:
     policy: Policy | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceFolders:
+    """The trainer's merged checkpoint, and the weights of the base that it was merged into."""
+
+    merged: Path
+    weights: Path
+
+
 def inspect_directory(
     directory: Path, base: KnownBase, *, packing: str | None, header_only: bool
 ) -> dict[str, Any]:
@@ -49,8 +65,7 @@ def inspect_directory(
     The output's digest is that of the files that `convert_directory` would write. With `header_only` both are None.
 
     Raises:
-        AdapterError: it cannot be read as an adapter of that base.
-        InvalidDocument: its training.json cannot be read.
+        AdapterError: it cannot be read as an adapter of that base, or its training.json cannot be read.
     """
     if header_only:
         _, record = _inspect(directory, base, packing=packing, header_only=True)
@@ -80,7 +95,7 @@ def convert_directory(
     `format` is per-expert or stacked.
 
     Raises:
-        AdapterError, InvalidDocument: the source cannot be converted; nothing is written.
+        AdapterError: the source cannot be converted; nothing is written.
         DestinationExists: `destination` is there already, and not empty.
     """
     with ThreadPoolExecutor(1) as aside:
@@ -111,7 +126,7 @@ def migrate_directory(
     `destination` nothing is written.
 
     Raises:
-        AdapterError, InvalidDocument: it cannot be read, has nothing to migrate, or its packing is not known.
+        AdapterError: it cannot be read, has nothing to migrate, or its packing is not known.
         DestinationExists: `destination` is there already, and not empty.
     """
     found, record = _inspect(source, base, packing=packing, header_only=False)
@@ -129,21 +144,49 @@ def migrate_directory(
 
 
 def check_directories(
-    source: Path, destination: Path, base: KnownBase, *, packing: str | None
+    source: Path,
+    destination: Path,
+    base: KnownBase,
+    *,
+    packing: str | None,
+    depth: str = "standard",
+    device: str = "cpu",
+    reference: ReferenceFolders | None = None,
+    progress: Progress | None = None,
 ) -> CheckReport:
     """Every check of a conversion, passed or not; where its keys lead, by what this repository keeps of the engine.
 
+    depth: quick, standard or full. device: cpu or cuda. reference: the trainer's merged checkpoint.
+
     Raises:
-        AdapterError, InvalidDocument: one of the two directories cannot be read at all; the message names it.
+        AdapterError: one of the two directories cannot be read at all; the message names it.
+        ReferenceInvalid: the merged checkpoint cannot be trusted, or one of its folders cannot be read.
+        DeviceMissing: deltas are to be made on a GPU, and torch sees none.
     """
     from tasks.lora.check import check_conversion
+    from tasks.lora.checks import Depth
     from tasks.served import list_witnesses
 
     found, _ = _inspect(source, base, packing=packing, header_only=False)
     open_adapter(destination, label=str(destination))
     config = read_adapter_config(destination, label=str(destination))
     made = TargetFormat.STACKED if config.target_parameters else TargetFormat.PER_EXPERT
-    return check_conversion(found.files, destination, found.layout, made, list_witnesses(None, base.config))
+    report = check_conversion(
+        found.files,
+        destination,
+        found.layout,
+        made,
+        list_witnesses(None, base.config),
+        depth=Depth(depth),
+        device=device,
+        progress=progress,
+    )
+    if reference is None:
+        return report
+    from tasks.merged_reference import Uncompared, merged_check
+
+    compared = merged_check(found.files, found.layout, reference.merged, reference.weights, progress=progress)
+    return report.noting(compared.reason) if isinstance(compared, Uncompared) else report.adding(compared)
 
 
 def adapter_digest(directory: Path) -> str:
@@ -157,11 +200,15 @@ def _inspect(
     directory: Path, base: KnownBase, *, packing: str | None, header_only: bool
 ) -> tuple[Inspection, dict[str, Any]]:
     """An inspection, and its record with the warnings of everything that was read."""
-    training, ignored = _read_training(directory)
+    label = directory.resolve().name
+    try:
+        training, ignored = read_training(directory, label=label)
+    except AdapterError as error:
+        raise _add_the_rest(error, directory, base) from error
     found = inspect_adapter(
         directory,
         base.config,
-        label=directory.resolve().name,
+        label=label,
         forced=None if packing is None else Packing(packing),
         training=training_statement(training),
         policy=policy_statement(base.policy),
@@ -172,10 +219,11 @@ def _inspect(
     return found, record
 
 
-def _read_training(directory: Path) -> tuple[Training | None, tuple[str, ...]]:
-    body = read_document_bytes(directory, TRAINING_FILE, label=directory.resolve().name)
-    if body is None:
-        return None, ()
-    from storage.training import parse_training
-
-    return parse_training(str(directory / TRAINING_FILE), body)
+def _add_the_rest(error: AdapterError, directory: Path, base: KnownBase) -> AdapterError:
+    """Return a refusal of training.json with all else that can be said of the adapter without that file."""
+    problems = Problems()
+    problems.add(error, TRAINING_FILE)
+    label = directory.resolve().name
+    problems.attempt(inspect_adapter, directory, base.config, label=label, header_only=True)
+    problems.drop(LayoutConflict, OrientationUndecided, PackingUndecided, RoleUndecided)
+    return problems.merge()

@@ -8,6 +8,7 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 
 from storage.ledger import Ledger, Step, StepKind
+from tasks.checklist import CHECK_COLUMNS, ERROR_COLUMNS, check_rows, closing_lines, error_rows
 from tasks.job import Job
 
 
@@ -25,8 +26,10 @@ def render_page(
     parts = [_head(label, ledger, ending)]
     if inspected is not None:
         parts.append(_packing(inspected))
-    if checked is not None:
-        parts.append(_checks(checked))
+    # Where a check failed, its step ended the run, and the ending tells of it.
+    made = ending if checked is None else checked
+    if "checks" in made.result:
+        parts.append(_checks(made))
     if ending.kind is StepKind.VERDICT and ending.result.get("own") is not None:
         parts.append(_scores(ending))
     parts.append(_steps(ledger))
@@ -36,8 +39,10 @@ def render_page(
 def _head(label: str, ledger: Ledger, ending: Step) -> str:
     code = ending.result.get("code")
     title = ending.outcome.value if not code else f"{ending.outcome.value}: {code}"
+    problems: Any = ending.result.get("problems", [])
+    also = "".join(f"- also {one['code']}: {one['message']}\n" for one in problems[1:])
     return (
-        f"# {label} — {title}\n\n{ending.result.get('reason') or ''}\n\n"
+        f"# {label} — {title}\n\n{ending.result.get('reason') or ''}\n\n{also}\n"
         f"Base `{ledger.base}` · adapter `{ledger.adapter_digest[:16]}`"
     )
 
@@ -65,8 +70,12 @@ def _packing(inspected: Step) -> str:
 
 def _checks(checked: Step) -> str:
     record: Any = checked.result
-    rows = [["✓" if one["passed"] else "✗", one["name"], one["detail"]] for one in record["checks"]]
-    return "## Checks\n\n" + _table(["", "check", "found"], rows)
+    parts = ["## Checks", _table(CHECK_COLUMNS, check_rows(record, passed="✓", failed="✗"))]
+    errors = error_rows(record)
+    if errors:
+        parts.append(_table(ERROR_COLUMNS, errors))
+    parts += closing_lines(record)
+    return "\n\n".join(parts)
 
 
 def _scores(verdict: Step) -> str:
@@ -80,12 +89,36 @@ def _scores(verdict: Step) -> str:
             f"{between['mean']:+.4f} [{between['lower']:+.4f}, {between['upper']:+.4f}]" if between else ""
         )
         rows.append([label, _number(bpb), shown])
+    rows += [
+        [f"({name.replace('_', ' ')})", _number(one["bpb"]), ""]
+        for name, one in record.get("ablation", {}).items()
+    ]
     notes = "".join(f"\n- {note}" for note in record["notes"])
+    confidence = record["thresholds"]["confidence"]
     return (
         f"## Bits per byte\n\n{record['units']} units, {record['bytes']} bytes; lower is better.\n\n"
-        + _table(["scored with", "bits per byte", "minus own [95 %]"], rows)
+        + _table(["scored with", "bits per byte", f"minus own [{confidence:.0%}]"], rows)
+        + _sets(record)
         + ("\n" + notes if notes else "")
     )
+
+
+def _sets(record: dict[str, Any]) -> str:
+    """What each of several held-out sets says by itself."""
+    sets = record.get("sets", {})
+    if len(sets) < 2:
+        return ""
+    rows = [
+        [
+            name,
+            one["outcome"] if not one["codes"] else f"{one['outcome']}: {', '.join(one['codes'])}",
+            *(_number(one[subject]) for subject in ("own", "base", "control", "margin")),
+            str(one["units"]),
+        ]
+        for name, one in sets.items()
+    ]
+    columns = ["held-out set", "by itself", "own", "base", "control", "margin", "units"]
+    return f"\n\nEach set decides by itself.\n\n{_table(columns, rows)}"
 
 
 def _steps(ledger: Ledger) -> str:

@@ -6,10 +6,13 @@ commands on one directory start at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from storage.digests import FileDigest, directory_digest
+from tasks.lora.checks import describe_proof
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import Evidence, PackingDecision, PolicyStatement
 from tasks.lora.target import TargetFormat
@@ -18,7 +21,7 @@ from tasks.lora.trainers import TrainingStatement
 if TYPE_CHECKING:
     from storage.policy import Policy
     from storage.training import Training
-    from tasks.lora.check import CheckReport
+    from tasks.lora.checks import CheckReport
     from tasks.lora.convert import ConvertedFiles
     from tasks.lora.family import ServedClass
     from tasks.lora.inspect import Inspection
@@ -29,7 +32,7 @@ _MIXED = "mixed"
 
 
 def training_statement(training: Training | None) -> TrainingStatement | None:
-    """What a training.json says about the layout, None without one."""
+    """What a training.json says about the layout and what was to be trained, None without one."""
     if training is None:
         return None
     said = training.lora_b_layout
@@ -39,6 +42,7 @@ def training_statement(training: Training | None) -> TrainingStatement | None:
         layout=said if isinstance(said, str) else None,
         layouts=tuple(said.items()) if isinstance(said, dict) else (),
         peft_version=training.peft_version,
+        intended=training.intended_targets,
     )
 
 
@@ -113,17 +117,42 @@ def written_digest(files: Iterable[WrittenFile]) -> str:
     return directory_digest(FileDigest(file.name, file.bytes, file.sha256) for file in files)
 
 
-def check_records(report: CheckReport) -> list[dict[str, Any]]:
-    """A report's checks."""
-    return [
-        {
-            "name": result.name.value,
-            "passed": result.passed,
-            "detail": result.detail,
-            "figures": dict(result.figures),
-        }
-        for result in report.checks
-    ]
+def check_record(report: CheckReport) -> dict[str, Any]:
+    """A report: every check with its numbers, what was not looked at, and how the numbers came about.
+
+    None stands for a number that is not finite, as where the output has NaN and the source has not.
+    """
+    return {
+        "passed": report.passed,
+        "depth": report.depth.value,
+        "device": report.device,
+        "not_made": [name.value for name in report.not_made],
+        "checks": [
+            {
+                "name": result.name.value,
+                "about": result.about.value,
+                "passed": result.passed,
+                "detail": result.detail,
+                "where": result.where or None,
+                "figures": {name: _finite(value) for name, value in result.figures},
+            }
+            for result in report.checks
+        ],
+        "trained": {
+            kind.value: {
+                str(layer): {"moved": moved, "pairs": pairs} for layer, (moved, pairs) in layers.items()
+            }
+            for kind, layers in report.trained.items()
+        },
+        "errors": [{name: _finite(value) for name, value in asdict(one).items()} for one in report.errors],
+        "probes": asdict(report.probes),
+        "notes": list(report.notes),
+        "proof": describe_proof(report),
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _decision_record(decision: PackingDecision) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check: that the conversion was carried out as decided, and that the engine will take every key of it."""
+"""Check: that the conversion was carried out as decided and read as meant, and that the engine will take every key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -16,32 +17,62 @@ from tasks.engines import published_engine
 from tasks.errors import EngineUnfit
 from tasks.job import Job, Result, run_step
 from tasks.lora.base import BaseConfig, read_base_config
-from tasks.lora.check import check_conversion, raise_for
+from tasks.lora.check import check_conversion
+from tasks.lora.checks import Depth, find_failure
 from tasks.lora.files import open_adapter
 from tasks.lora.resolve import check_resolved
-from tasks.readings import scores_statement
-from tasks.records import check_records
+from tasks.merged_reference import MergedReference, Uncompared, check_merged, find_merged
+from tasks.outcomes import refusal, rule
+from tasks.readings import scores_statement, undecided_parameters
+from tasks.records import check_record
 from tasks.served import find_engine_gap, list_witnesses
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def check(job: Job, inspected: Step, converted: Step) -> Step:
-    """Round trip, coverage, scaling, finite and trained factors of the converted adapter, and where its keys lead."""
+    """Every check of the converted adapter with its numbers, as deep as the settings say; where its keys lead.
+
+    The trainer's merged checkpoint, where the upload names one, is compared once nothing else is wrong, and once the
+    packing is decided. Where a check fails, the step that refuses the adapter holds them all.
+    """
     served = list_witnesses(published_engine(job), _read_base(job))
+    reference = None if undecided_parameters(inspected) else find_merged(job)
 
     def work() -> Result:
         own_path, _ = ensure_converted(job, inspected, converted)
         found = read_source(job, scores_statement(inspected))
-        report = check_conversion(found.files, own_path, found.layout, target_format(job), served)
-        raise_for(report)
-        return Result(Outcome.DONE, {"checks": check_records(report)})
+        depth, device = _choose_depth(job)
+        report = check_conversion(
+            found.files, own_path, found.layout, target_format(job), served, depth=depth, device=device
+        )
+        if isinstance(reference, Uncompared):
+            report = report.noting(reference.reason)
+        elif reference is not None and report.passed:
+            seen = check_merged(job, found.files, found.layout, reference)
+            report = report.noting(seen.reason) if isinstance(seen, Uncompared) else report.adding(seen)
+        error = find_failure(report)
+        if error is None:
+            return Result(Outcome.DONE, check_record(report))
+        job.log.warning("%s: %s", job.label, error)
+        return Result(rule(error).outcome, refusal(error) | check_record(report))
 
     inputs = {
         "converted": converted.step_key,
         "output": str(converted.result["output_digest"]),
         "served": " ".join(one.digest for one in served) or "unknown",
+        "depth": job.limits.check_depth,
     }
+    if reference is not None:
+        inputs["merged"] = reference.digest if isinstance(reference, MergedReference) else reference.reason
     return run_step(job, StepKind.CHECKED, inputs, work)
+
+
+def _choose_depth(job: Job) -> tuple[Depth, str]:
+    """How deep to look, and where deltas are made: `auto` is full where torch sees a GPU, else standard."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if job.limits.check_depth != "auto":
+        return Depth(job.limits.check_depth), device
+    return (Depth.FULL if device == "cuda" else Depth.STANDARD), device
 
 
 def require_resolved(job: Job, info: EngineInfo, own: Path, others: Sequence[Path]) -> None:

@@ -37,7 +37,8 @@ from lora_builders import (
 
 from tasks.lora import rebuild
 from tasks.lora.base import read_base_config
-from tasks.lora.check import CheckName, CheckReport, CheckResult, check_conversion, raise_for
+from tasks.lora.check import check_conversion
+from tasks.lora.checks import CheckName, CheckReport, CheckResult, raise_for
 from tasks.lora.convert import convert_adapter
 from tasks.lora.errors import NonFinite
 from tasks.lora.overflow import find_peak
@@ -134,7 +135,7 @@ def test_products_are_not_made_once_enough_overflow(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(rebuild, "find_peak", count_and_find)
     monkeypatch.setattr(rebuild, "MOST_OVERFLOWS", 2)
-    monkeypatch.setattr("tasks.lora.check.MOST_OVERFLOWS", 2)
+    monkeypatch.setattr("tasks.lora.check_numbers.MOST_OVERFLOWS", 2)
     logical = enlarge(Logical())
     for b in logical.b.values():
         b.mul_(1e4)

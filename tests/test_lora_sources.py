@@ -242,7 +242,7 @@ def test_every_control_gives_every_trained_expert_another_delta(
         assert same is (untrained or shared), key
     report = check_conversion(found.files, tmp_path / "control", found.layout, format)
     failed = [check.name for check in report.checks if not check.passed]
-    assert failed in (["round_trip"], ["zeros", "round_trip"])
+    assert failed in (["deltas", "round_trip"], ["zeros", "deltas", "round_trip"])
 
 
 def deltas(tensors: Tensors) -> dict[tuple[int, int, str], torch.Tensor]:

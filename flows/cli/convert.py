@@ -1,4 +1,4 @@
-"""Looking at, converting and checking one adapter directory, without the pipeline."""
+"""Looking at and converting one adapter directory, without the pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flows.cli.output import AsJson, emit, note, say, table
 
 if TYPE_CHECKING:
     from tasks.directories import KnownBase
-    from tasks.lora.check import CheckReport
 
 Packing = Literal["auto", "rank_major", "grouped_by_expert"]
 
@@ -108,44 +107,6 @@ def convert(
     return 0
 
 
-def check(
-    source: ExistingDirectory,
-    destination: ExistingDirectory,
-    /,
-    *,
-    base: str,
-    packing: Packing = "auto",
-    json: AsJson = False,
-) -> int:
-    """Check a conversion: bit-exact round trip, complete coverage, finite and trained factors.
-
-    Ends with 1 when a check fails. This proves that the conversion was carried out as decided; that the decision is
-    right is shown by the evidence (roster inspect) and by the scores.
-
-    ```
-    roster check trained/ash serving/ash --base models/tiny
-    ```
-
-    Parameters
-    ----------
-    source:
-        The directory that the trainer saved.
-    destination:
-        What `roster convert` made of it.
-    base:
-        The base's config.json, a directory that holds one, or the name of a registered base, whose policy then counts.
-    packing:
-        The reading that was forced at conversion, if one was.
-    """
-    from tasks.directories import check_directories
-    from tasks.records import check_records
-
-    report = check_directories(source, destination, read_named_base(base), packing=forced_packing(packing))
-    document = {"passed": report.passed, "checks": check_records(report)}
-    emit(document, as_json=json, show=lambda: _show_report(report))
-    return 0 if report.passed else 1
-
-
 def read_named_base(named: str) -> KnownBase:
     """The sizes in a config.json, in the one of a directory, or in that of a registered base, with its policy."""
     from tasks.directories import KnownBase
@@ -200,8 +161,3 @@ def show_inspection(found: dict[str, Any]) -> None:
     table(["factors", "tensors", "rank", "trained fraction"], classes, empty="no factors")
     for warning in found["warnings"]:
         note(f"warning: {warning}")
-
-
-def _show_report(report: CheckReport) -> None:
-    rows = [("ok" if c.passed else "FAILED", c.name, c.detail) for c in report.checks]
-    table(["", "check", "found"], rows, empty="nothing was checked")

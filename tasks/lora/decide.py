@@ -76,7 +76,12 @@ def decide_packing(
         evidence.append(strongest)
     undecided = strongest.source is Source.PROVISIONAL and same is None
     decision = PackingDecision(
-        parameter, strongest.says, strongest.source, tuple(evidence), undecided=undecided
+        parameter,
+        strongest.says,
+        strongest.source,
+        tuple(evidence),
+        undecided=undecided,
+        told=tuple((each.layer, each.score.says) for each in tensors if each.score is not None),
     )
     if not forced and same is None:
         _refuse_contradictions(decision, pooled, adapter)
@@ -146,11 +151,12 @@ def _decide_layers(
                 "" if read else "Inspect it with its tensors, not by its header alone.",
             )
         told[tensor.layer] = tensor.score.says
+    own = tuple(told.items())
     if len(set(told.values())) == 1:
-        return PackingDecision(parameter, next(iter(told.values())), Source.TENSORS, tuple(evidence))
+        return PackingDecision(parameter, own[0][1], Source.TENSORS, tuple(evidence), told=own)
     # A layer that both packings read alike may have either.
     layers = tuple((tensor.layer, told.get(tensor.layer, Packing.RANK_MAJOR)) for tensor in tensors)
-    return PackingDecision(parameter, None, Source.TENSORS, tuple(evidence), by_layer=layers)
+    return PackingDecision(parameter, None, Source.TENSORS, tuple(evidence), by_layer=layers, told=own)
 
 
 def _refuse_contradictions(decision: PackingDecision, pooled: PooledScore | None, adapter: str) -> None:

@@ -86,7 +86,8 @@ class PackingDecision:
     """The packing of one stacked parameter, what settled it, and every piece of evidence, strongest first.
 
     value: None where layers differ; by_layer then has (layer, packing) of each. undecided: nothing told;
-    `value` is what is converted meanwhile, and scores under both readings have to decide.
+    `value` is what is converted meanwhile, and scores under both readings have to decide. told: of each layer whose
+    tensor was read and can tell, the packing that it names on its own, None where it names none.
     """
 
     parameter: str
@@ -95,6 +96,7 @@ class PackingDecision:
     evidence: tuple[Evidence, ...]
     by_layer: tuple[tuple[int, Packing], ...] = ()
     undecided: bool = False
+    told: tuple[tuple[int, Packing | None], ...] = ()
 
     def at(self, layer: int) -> Packing:
         """Return the packing of one layer. Raises KeyError where layers differ and this is none of them."""

@@ -30,6 +30,7 @@ from tasks.lora.tensors import (
     open_tensors,
     take_magnitudes,
 )
+from tasks.lora.write import Progress
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Findings:
     compared: source tensors. differing: those not found again bit for bit. unshared: parameters whose
     projections do not share A. nonzero: output tensors with numbers where the source has none. nonfinite: (tensor,
     count). overflows: (source tensor, expert or -1, largest magnitude) where finite factors leave the range that is
-    served. trained: class to one truth value a pair.
+    served. trained: by class and layer, how many pairs moved, and how many there are.
     """
 
     compared: int = 0
@@ -48,7 +49,13 @@ class Findings:
     nonzero: list[str] = field(default_factory=list)
     nonfinite: list[tuple[str, int]] = field(default_factory=list)
     overflows: list[tuple[str, int, float]] = field(default_factory=list)
-    trained: dict[TensorClass, list[bool]] = field(default_factory=dict)
+    trained: dict[TensorClass, dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def count_trained(self, kind: TensorClass, layer: int, moved: list[bool]) -> None:
+        """Count pairs of a class in a layer. moved: a truth value for each."""
+        layers = self.trained.setdefault(kind, {})
+        before, pairs = layers.get(layer, (0, 0))
+        layers[layer] = (before + sum(moved), pairs + len(moved))
 
 
 def compare_adapters(
@@ -57,10 +64,12 @@ def compare_adapters(
     layout: AdapterLayout,
     format: TargetFormat,
     expected: list[TensorSpec],
+    progress: Progress | None = None,
 ) -> Findings:
     """Return what comparing all data of both files found; parts whose tensors are missing are left out.
 
-    expected: what `list_expected` gives. Memory: a few times the largest stacked factor.
+    expected: what `list_expected` gives. progress: told (layers done, layers) as the experts are compared. Memory: a
+    few times the largest stacked factor.
     """
     shapes = {spec.name: (spec.dtype, spec.shape) for spec in expected}
     usable = {
@@ -71,9 +80,11 @@ def compare_adapters(
     findings = Findings()
     with open_tensors(source) as old, open_tensors(converted) as new, one_thread():
         comparison = _Comparison(old, new, usable, layout, format, findings, find_range(layout.base.dtype))
-        for layer in layout.base.sparse_layers:
+        for done, layer in enumerate(layout.base.sparse_layers, 1):
             for parameter in layout.family.parameters:
                 comparison.compare_parameter(layer, parameter)
+            if progress is not None:
+                progress(done, len(layout.base.sparse_layers))
         for first, second in zip(layout.modules[::2], layout.modules[1::2], strict=True):
             comparison.compare_modules((first, second))
     return findings
@@ -106,9 +117,9 @@ class _Comparison:
                 peaks[factor] = self._compare_stacked(groups[factor][0], parameter, pairs, factor)
             else:
                 peaks[factor] = self._compare_experts(groups[factor], parameter, pairs, factor)
-        routed = self.findings.trained.setdefault(TensorClass.ROUTED_EXPERTS, [])
         for projection, a in peaks[Factor.A].items():
-            routed.extend(((a != 0) & (peaks[Factor.B][projection] != 0)).any(dim=1).tolist())
+            moved = ((a != 0) & (peaks[Factor.B][projection] != 0)).any(dim=1).tolist()
+            self.findings.count_trained(TensorClass.ROUTED_EXPERTS, layer, moved)
         for pair in pairs:
             self._note_overflows(pair, parameter, peaks)
 
@@ -127,7 +138,7 @@ class _Comparison:
             moved.append(bool(self._note_values(names, torch.stack(tensors)).any(dim=1).all()))
             sources.append(source if module.key.factor is Factor.A else source.T)
         moved_both = len(moved) == len(pair) and all(moved)
-        self.findings.trained.setdefault(pair[0].key.kind, []).append(moved_both)
+        self.findings.count_trained(pair[0].key.kind, pair[0].layer, [moved_both])
         if len(sources) == len(pair):
             self._note_peak(pair[1].entry.name, -1, sources[0], sources[1], pair[1].scale.scaling)
 
