@@ -42,13 +42,15 @@ class BaseEngine(Document):
 class BaseDocument(RootDocument):
     """base.json. `aliases` are further names that trainers use for this base, `served_model` is the engine's.
 
-    `exclusions` are pairs of authors who are never each other's wrong adapter, such as pen names.
+    `exclusions` are pairs of authors who are never each other's wrong adapter, such as pen names. `weights` is the
+    folder where workers find the weights that `weights_digest` was taken of; None where they are on no worker's disk.
     """
 
     base: BaseName
     aliases: tuple[str, ...] = ()
     served_model: str
     weights_digest: Sha256 | None
+    weights: str | None = None
     engine: BaseEngine
     target_format: TargetFormat
     exclusions: tuple[tuple[AuthorName, AuthorName], ...] = ()

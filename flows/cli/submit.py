@@ -19,6 +19,9 @@ def _check_url(_: object, url: str | None) -> None:
         raise ValueError("expected the address of a server, such as http://127.0.0.1:8000")
 
 
+EngineUrl = Annotated[str | None, Parameter(validator=_check_url)]
+
+
 def submit(
     directory: ExistingDirectory,
     /,
@@ -120,7 +123,7 @@ def base_add(
     *,
     config: ExistingPath,
     weights: ExistingDirectory | None = None,
-    engine_url: Annotated[str | None, Parameter(validator=_check_url)] = None,
+    engine_url: EngineUrl = None,
     served_model: str | None = None,
     alias: Annotated[list[str] | None, Parameter(negative="")] = None,
     target_format: Literal["per-expert", "stacked"] | None = None,
@@ -142,7 +145,8 @@ def base_add(
     config:
         Its config.json, or a directory holding one.
     weights:
-        The directory with its weight files; they are read once, to know them by digest. Not uploaded.
+        The directory with its weight files. They are read once, to know them by digest, and not uploaded; workers that
+        have them under the same path compare trainers' merged checkpoints with them.
     engine_url:
         The vLLM server that scores adapters of this base, such as http://127.0.0.1:8000.
     served_model:
@@ -175,8 +179,14 @@ def base_add(
     emit(
         {"base": name, "digest": digest},
         as_json=json,
-        show=lambda: note(f"registered base {name} ({digest[:12]})"),
+        show=lambda: _note_base(name, digest, registered.document.weights),
     )
+
+
+def _note_base(name: str, digest: str, weights: str | None) -> None:
+    note(f"registered base {name} ({digest[:12]})")
+    if weights is None:
+        note("without its weights: trainers' merged checkpoints are not compared (--weights DIR)")
 
 
 def heldout_add(author: str, name: str, file: ExistingFile, /, *, json: AsJson = False) -> None:
