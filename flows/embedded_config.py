@@ -26,10 +26,16 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class OneShot:
-    """A command that must succeed between Prefect being healthy and the worker starting."""
+    """A command that must end between Prefect being healthy and the worker starting: well, unless it may fail.
+
+    after: further children that it waits for, such as an engine.
+    """
 
     name: str
     argv: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    timeout_s: float = 180
+    may_fail: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ def plan_children(
     """The children in an order in which each comes after those it waits for.
 
     Store and Prefect start at once; an engine waits for the store (engine.json goes there), the one-shots
-    wait for store, Prefect and one another, the worker for all of these. `worker_name` must be new each time.
+    wait for store, Prefect and one another, the worker for all of these. Each engine has a one-shot of its own, which
+    qualifies it: nothing is scored before. `worker_name` must be new each time.
 
     Raises:
         StoreProgramMissingError: the store's binary is not installed.
@@ -94,7 +95,7 @@ def plan_children(
     children = [_plan_store(config, ports, store, environment), _plan_prefect(config, ports, prefect, shared)]
     children += [_plan_engine(config, engine, ports, store, environment) for engine in config.engines]
     before: tuple[str, ...] = (STORE, PREFECT)
-    for one_shot in config.one_shots:
+    for one_shot in (*config.one_shots, *(_qualify(engine, ports) for engine in config.engines)):
         children.append(_plan_one_shot(config, one_shot, shared, before))
         before = (*before, one_shot.name)
     children.append(_plan_worker(config, prefect, shared, before, worker_name))
@@ -162,11 +163,12 @@ def _plan_one_shot(
         cwd=config.home,
         log=config.log_of(one_shot.name),
         ready=bool,
-        ready_timeout_s=180,
+        ready_timeout_s=one_shot.timeout_s,
         restarts=1,
         stop_grace_s=5,
-        after=after,
+        after=(*after, *one_shot.after),
         one_shot=True,
+        may_fail=one_shot.may_fail,
     )
 
 
@@ -240,6 +242,22 @@ def _plan_engine(
     )
 
 
+def _qualify(engine: EngineSpec, ports: Mapping[str, int]) -> OneShot:
+    """Measures an engine that has not passed yet. One that fails is no reason to stop everything else."""
+    name = _engine_name(engine)
+    url = f"http://{LOOPBACK}:{ports[name]}"
+    return OneShot(
+        name=f"qualify-{engine.base}",
+        argv=(
+            *(sys.executable, "-m", "flows.cli", "qualify", "--base", engine.base, "--new-only"),
+            *("--config", str(engine.model), "--engine-url", url, "--served-model", engine.served_name),
+        ),
+        after=(name,),
+        timeout_s=1_800,
+        may_fail=True,
+    )
+
+
 def _engine_name(engine: EngineSpec) -> str:
     return f"engine-{engine.base}"
 
@@ -265,6 +283,9 @@ def _shared_environment(
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # A sync that finds another one running tries again after this long, not after Prefect's 30 seconds.
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "3",
+        # To wait is normal here, and naming a backlog Late again and again locks SQLite against the runs themselves
+        # ("database is locked" hundreds of times with 80 that waited, never without).
+        "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "DO_NOT_TRACK": "1",

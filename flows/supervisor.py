@@ -74,6 +74,8 @@ class ChildSpec:
     stop_grace_s: float  # between SIGTERM and SIGKILL
     after: tuple[str, ...] = ()  # the names that must be ready first; they are stopped later than this child
     one_shot: bool = False  # ready when it has ended with status 0; `ready` is not asked
+    # A one-shot: ready however it ended, and done again when one of `after` had to be started again.
+    may_fail: bool = False
     explain: Callable[[str], str] = _say_nothing  # what its log tells of a failure
 
 
@@ -92,6 +94,7 @@ class _Child:
     started_at: float = 0.0
     told_at: float = 0.0
     start_again_at: float = 0.0
+    again: bool = False  # once it is ready it is to be done again
     failures: deque[float] = field(default_factory=deque)
 
     @property
@@ -220,6 +223,8 @@ class Supervisor:
                     self._spawn(child)
             elif child.state is _State.STARTING:
                 self._watch_start(child)
+            elif child.again:
+                child.state = _State.WAITING
             elif not child.spec.one_shot and not child.runs:
                 self._fail(child, f"ended with {_describe(child)}")
 
@@ -238,6 +243,7 @@ class Supervisor:
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
                 pass_fds=self._hold,
             )
+        child.again = False
         child.started_at = child.told_at = time.monotonic()
         child.state = _State.STARTING
         self._announce(f"{spec.name}: starting")
@@ -273,6 +279,9 @@ class Supervisor:
         spec = child.spec
         self._clean_up_after(child)
         child.process = None
+        if spec.may_fail:
+            self._pass_over(child, ChildFailedError(spec.name, status, 1, spec.log, _tell_end(spec)))
+            return
         now = time.monotonic()
         child.failures.append(now)
         while now - child.failures[0] > self._window_s:
@@ -283,7 +292,16 @@ class Supervisor:
         wait_s = min(self._first_backoff_s * 2 ** (count - 1), _LONGEST_BACKOFF_S)
         child.state = _State.BACKING_OFF
         child.start_again_at = now + wait_s
+        for other in self._children.values():
+            if other.spec.may_fail and spec.name in other.spec.after:
+                other.again = True
         self._announce(f"{spec.name}: {status}; restart {count} of at most {spec.restarts} in {wait_s:.1f} s")
+
+    def _pass_over(self, child: _Child, failure: ChildFailedError) -> None:
+        for line in str(failure).splitlines():
+            self._announce(line)
+        self._announce(f"{child.spec.name}: everything else goes on")
+        child.state = _State.READY
 
     def _end(self, child: _Child) -> None:
         self._signal(child, signal.SIGTERM)

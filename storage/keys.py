@@ -18,6 +18,7 @@ NAME_RULE = "1 to 64 characters out of a-z 0-9 . _ -, the first a letter or digi
 _MAX_NAME = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_ENGINE_ID = re.compile(r"[0-9a-f]{16}")
 
 
 def check_author(value: str) -> str:
@@ -190,6 +191,47 @@ def roster_key() -> str:
 def engine_key(base: str) -> str:
     """Return the key under which the engine of a base tells what it is."""
     return f"engines/{check_base(base)}.json"
+
+
+def qualification_key(base: str, engine_id: str) -> str:
+    """Return the key of what was measured of one engine of a base; the id is 16 hexadecimal digits.
+
+    Raises InvalidName.
+    """
+    if _ENGINE_ID.fullmatch(engine_id) is None:
+        raise InvalidName("engine id", engine_id, "16 hexadecimal characters in lower case")
+    return f"qualified/{check_base(base)}/{engine_id}.json"
+
+
+def matrix_prefix(base: str, space: str) -> str:
+    """Return the prefix of what was measured of a base in one way; the space is 16 hexadecimal digits.
+
+    Raises InvalidName.
+    """
+    if _ENGINE_ID.fullmatch(space) is None:
+        raise InvalidName("matrix space", space, "16 hexadecimal characters in lower case")
+    return f"matrices/{check_base(base)}/{space}/"
+
+
+def matrix_cells_prefix(base: str, space: str) -> str:
+    """Return the prefix of the cells: the scores of one adapter, or of the base, on one text."""
+    return f"{matrix_prefix(base, space)}cells/"
+
+
+def matrix_cell_key(base: str, space: str, text: str, output_digest: str | None) -> str:
+    """Return the key of one cell, by the digests of the text and of the adapter, which is None for the base."""
+    row = "base" if output_digest is None else check_digest(output_digest)
+    return f"{matrix_cells_prefix(base, space)}{check_digest(text)}/{row}.json"
+
+
+def matrix_samples_key(base: str, space: str, samples: str) -> str:
+    """Return the key of what an adapter continued; `samples` is the digest of all that decides it."""
+    return f"{matrix_prefix(base, space)}samples/{check_digest(samples)}.json"
+
+
+def newest_matrix_key(base: str) -> str:
+    """Return the key of the newest matrix of a base's whole roster."""
+    return f"matrices/{check_base(base)}/newest.json"
 
 
 def _parts(key: str, prefix: str, count: int) -> list[str]:

@@ -14,10 +14,19 @@ from roster.serving_engine import EngineInfo
 from storage.documents import read_document
 from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import engine_key
+from storage.qualifications import read_qualification
+from storage.s3 import S3Store
 from tasks.bpb.engine import Engine
 from tasks.bpb.engine_errors import EngineUnavailable
 from tasks.engine_fit import EngineNeeds, check_engine
-from tasks.errors import EngineChanged, EngineUnverified, LeaseLost, LeaseNotGranted, NoEngine
+from tasks.errors import (
+    EngineChanged,
+    EngineNotQualified,
+    EngineUnverified,
+    LeaseLost,
+    LeaseNotGranted,
+    NoEngine,
+)
 from tasks.job import Job
 
 # A killed holder's slot is free again after this long.
@@ -37,7 +46,7 @@ def published_engine_id(job: Job) -> str:
 def published_engine(job: Job) -> EngineInfo | None:
     """What the engine that serves this base says of itself, None if nothing that we understand."""
     try:
-        return _read_engine(job)
+        return read_engine(job.store, job.base.name)
     except EngineUnverified:
         return None
 
@@ -59,9 +68,11 @@ def require_engine(job: Job, needs: Sequence[EngineNeeds]) -> EngineInfo:
     Raises:
         EngineUnverified: it published nothing, or nothing that we understand.
         EngineUnfit, EngineTooOld: see `tasks.engine_fit.check_engine`.
+        EngineNotQualified: it can, but nobody has shown that it does, or it was shown that it does not.
     """
-    info = _read_engine(job)
+    info = read_engine(job.store, job.base.name)
     check_engine(info, job.base.name, job.base.document.served_model, needs)
+    require_qualified(job.store, job.base.name, info.engine_id)
     return info
 
 
@@ -77,10 +88,21 @@ def leased_engine(job: Job) -> Iterator[Engine]:
     url = job.base.document.engine.url
     if url is None:
         raise NoEngine(job.base.name)
-    with (
-        engine_lease(job.base.name, job.limits.engine_wait_s),
-        Engine(url, timeout_s=job.limits.engine_timeout_s) as engine,
-    ):
+    limits = job.limits
+    with leased_engine_at(
+        url, job.base.name, wait_s=limits.engine_wait_s, timeout_s=limits.engine_timeout_s
+    ) as engine:
+        yield engine
+
+
+@contextmanager
+def leased_engine_at(url: str, base: str, *, wait_s: float, timeout_s: float) -> Iterator[Engine]:
+    """The same for the engine at this address; `timeout_s` seconds for one request.
+
+    Raises:
+        EngineUnavailable, LeaseNotGranted, LeaseLost: as above.
+    """
+    with engine_lease(base, wait_s), Engine(url, timeout_s=timeout_s) as engine:
         if not engine.is_healthy():
             raise EngineUnavailable(url, "GET /health", "no healthy answer")
         yield engine
@@ -111,11 +133,33 @@ def engine_lease(base: str, wait_s: float) -> Iterator[None]:
         raise LeaseLost(base, name) from error
 
 
-def _read_engine(job: Job) -> EngineInfo:
-    key = engine_key(job.base.name)
+def read_engine(store: S3Store, base: str) -> EngineInfo:
+    """What the engine that serves a base says of itself.
+
+    Raises:
+        EngineUnverified: nothing, or nothing that we understand.
+    """
+    key = engine_key(base)
     try:
-        return read_document(job.store, key, EngineInfo)[0]
+        return read_document(store, key, EngineInfo)[0]
     except ObjectNotFound as error:
-        raise EngineUnverified(job.base.name, key, "nothing") from error
+        raise EngineUnverified(base, key, "nothing") from error
     except InvalidDocument as error:
-        raise EngineUnverified(job.base.name, key, error.reason) from error
+        raise EngineUnverified(base, key, error.reason) from error
+
+
+def require_qualified(store: S3Store, base: str, engine_id: str) -> None:
+    """Return if the engine of this id has passed its qualification for a base.
+
+    Raises:
+        EngineNotQualified: there is none, or it was not passed.
+    """
+    try:
+        found = read_qualification(store, base, engine_id)
+    except InvalidDocument as error:
+        raise EngineNotQualified(base, engine_id, f"one that cannot be read: {error}") from error
+    if found is None:
+        raise EngineNotQualified(base, engine_id, "none")
+    if not found.passed:
+        failed = "; ".join(f"{check.name}: {check.found}" for check in found.failures)
+        raise EngineNotQualified(base, engine_id, f"one that failed: {failed}")

@@ -33,6 +33,7 @@ from storage.documents import format_time, put_document
 from storage.heldout import register_heldout
 from storage.keys import engine_key
 from storage.ledger import Ledger
+from storage.qualifications import Qualification, write_qualification
 from storage.s3 import S3Store
 from storage.uploads import Upload
 from tasks.cataloguing import Synced, SyncLimits, sync_catalog
@@ -169,16 +170,31 @@ def _take_prefect_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tasks.page, "create_markdown_artifact", lambda *_, **__: None)
 
 
-def add_tiny_base(store: S3Store, name: str = BASE, **changes: Any) -> None:
+def add_tiny_base(
+    store: S3Store, name: str = BASE, *, url: str = "http://127.0.0.1:9", **changes: Any
+) -> None:
     document = BaseDocument(
         base=name,
         served_model=name,
         weights_digest=None,
-        engine=BaseEngine(url="http://127.0.0.1:9"),
+        engine=BaseEngine(url=url),
         target_format=TargetFormat.PER_EXPERT,
     )
     register_base(store, json.dumps(base_fields(**changes)).encode(), document)
-    put_document(store, engine_key(name), engine_of(name, **changes))
+    publish_engine(store, engine_of(name, **changes), name)
+
+
+def publish_engine(store: S3Store, info: EngineInfo, base: str = BASE) -> None:
+    """An engine as a running one publishes itself, and the qualification that it passed."""
+    put_document(store, engine_key(base), info)
+    qualify_on_paper(store, info, base)
+
+
+def qualify_on_paper(store: S3Store, info: EngineInfo, base: str = BASE, **changes: Any) -> None:
+    """The qualification of an engine without having measured anything."""
+    example = json.loads((EXAMPLES / "qualification.json").read_bytes())
+    told = {"base": base, "engine_id": info.engine_id, "vllm_version": info.vllm_version}
+    write_qualification(store, Qualification.model_validate(example | told | changes))
 
 
 def engine_of(name: str = BASE, **changes: Any) -> EngineInfo:

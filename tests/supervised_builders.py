@@ -41,6 +41,7 @@ def child(
     stop_grace_s: float = 0.3,
     after: tuple[str, ...] = (),
     one_shot: bool = False,
+    may_fail: bool = False,
     explain: Callable[[str], str] = lambda log: "",
 ) -> ChildSpec:
     return ChildSpec(
@@ -55,6 +56,7 @@ def child(
         stop_grace_s=stop_grace_s,
         after=after,
         one_shot=one_shot,
+        may_fail=may_fail,
         explain=explain,
     )
 

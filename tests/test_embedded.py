@@ -299,7 +299,8 @@ def test_the_plan_waits_in_the_right_order_and_keeps_the_users_own_settings_out(
         "engine-tiny": ("store",),
         "deploy": ("store", "prefect"),
         "warm": ("store", "prefect", "deploy"),
-        "worker": ("store", "prefect", "deploy", "warm"),
+        "qualify-tiny": ("store", "prefect", "deploy", "warm", "engine-tiny"),
+        "worker": ("store", "prefect", "deploy", "warm", "qualify-tiny"),
     }
     for child in children.values():
         assert not {"PREFECT_API_KEY", "PREFECT_PROFILE", "AWS_PROFILE", "AWS_SESSION_TOKEN"} & set(child.env)
@@ -312,6 +313,10 @@ def test_the_plan_waits_in_the_right_order_and_keeps_the_users_own_settings_out(
     assert engine.env["ADAPTER_ROSTER_ENGINE_BASE"] == "tiny"
     assert engine.env["ADAPTER_ROSTER_STORE_SECRET_KEY"] == "secret"
     assert str(ports["engine-tiny"]) in engine.argv
+    qualify = children["qualify-tiny"]
+    assert qualify.may_fail and not children["deploy"].may_fail
+    assert f"http://127.0.0.1:{ports['engine-tiny']}" in qualify.argv and str(ENGINE.model) in qualify.argv
+    assert qualify.env["ROSTER_STORE_SECRET_KEY"] == "secret"
     # No secret on a command line, where every user of the machine can read it.
     assert all("secret" not in word for child in children.values() for word in child.argv)
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from engine_builders import Reply, ScriptedEngine
 from lora_builders import Logical, attention, encode, load, make_base, save_adapter
-from pipeline_builders import BASE, EXAMPLES, Desk, OnLoad
+from pipeline_builders import BASE, EXAMPLES, Desk, OnLoad, publish_engine
 from supervised_builders import child, shell
 
 from flows.supervisor import ChildFailedError, Supervisor
 from roster.serving import AdapterFormat, Manifest, MinimumVllm
 from roster.serving_engine import VERIFIED_VLLM, EngineInfo
-from storage.documents import put_document
+from storage.documents import read_document
 from storage.keys import engine_key
 from storage.ledger import Outcome, StepKind
 from tasks.bpb.engine import Engine
@@ -386,9 +386,8 @@ def test_what_vllm_takes_in_silence_never_reaches_it(
 def test_a_filter_on_the_server_stops_the_run_before_anything_is_loaded(desk: Desk) -> None:
     info = engine()
     kept = tuple(name for name in info.lora_modules if not name.endswith(".experts"))
-    put_document(
+    publish_engine(
         desk.store,
-        engine_key(BASE),
         info.model_copy(update={"lora_modules": kept, "expert_modules": {}, "expert_projections": ()}),
     )
     state = desk.ready("fir")
@@ -396,7 +395,7 @@ def test_a_filter_on_the_server_stops_the_run_before_anything_is_loaded(desk: De
     assert "--lora-target-modules: expected every module that the adapter has" in str(state.message)
     assert "of routed_experts" in str(state.message)
     assert desk.engine.calls == [] and desk.ledger("fir").verdict is None
-    put_document(desk.store, engine_key(BASE), info)
+    publish_engine(desk.store, info)
     assert desk.run("fir").name == "Ready"
 
 
@@ -407,8 +406,8 @@ def test_another_vllm_is_another_measurement(desk: Desk) -> None:
     before = [step for step in desk.ledger("alder").steps if step.kind is StepKind.SCORED]
     calls = len(desk.engine.calls)
     assert desk.run("alder").name == "Ready" and len(desk.engine.calls) == calls, "nothing to do"
-    info = json.loads(desk.store.get(engine_key(BASE)).body) | {"vllm_version": "0.33.0"}
-    desk.store.put(engine_key(BASE), json.dumps(info).encode())
+    info, _ = read_document(desk.store, engine_key(BASE), EngineInfo)
+    publish_engine(desk.store, info.model_copy(update={"vllm_version": "0.33.0"}))
     assert desk.run("alder").name == "Ready"
     scored = [step for step in desk.ledger("alder").steps if step.kind is StepKind.SCORED]
     assert len(desk.engine.calls) > calls and len(scored) == len(before) + 1

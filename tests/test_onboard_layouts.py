@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from grove_builders import BOTH, JUDGING, READING, decided, packing_of, plant, say, score_truly, story
 from lora_builders import encode, save_adapter
-from pipeline_builders import BASE, Desk
+from pipeline_builders import BASE, Desk, publish_engine
 from structured_builders import RANK, blank, trained
 
+from roster.serving_engine import EngineInfo
 from storage.bases import BaseDocument, TargetFormat
 from storage.documents import put_document, read_document
 from storage.keys import base_document_key, engine_key
@@ -103,7 +103,7 @@ def test_a_policy_that_cannot_be_read_is_not_passed_over(grove: Desk) -> None:
     plant(grove, "yew", blank(12), "rank_major")
     grove.store.put("policy.json", b'{"schema": 1, "lora_B_layout": "columns"}')
     state = grove.run("yew")
-    assert state.name == "Refused: internal" and "policy.json" in str(state.message)
+    assert state.name == "Stopped: internal" and "policy.json" in str(state.message)
 
 
 def serve_stacked(desk: Desk, *, mixed: bool) -> None:
@@ -113,9 +113,9 @@ def serve_stacked(desk: Desk, *, mixed: bool) -> None:
         base_document_key(BASE),
         document.model_copy(update={"target_format": TargetFormat.STACKED}),
     )
-    info = json.loads(desk.store.get(engine_key(BASE)).body)
-    info |= {"mixed_moe_lora_format": mixed, "stacked_experts": mixed}
-    desk.store.put(engine_key(BASE), json.dumps(info).encode())
+    info, _ = read_document(desk.store, engine_key(BASE), EngineInfo)
+    changes = {"mixed_moe_lora_format": mixed, "stacked_experts": mixed}
+    publish_engine(desk.store, info.model_copy(update=changes))
 
 
 def test_a_base_may_be_served_stacked_beside_what_was_per_expert(desk: Desk) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from lora_builders import Logical, encode, save_adapter
-from pipeline_builders import BASE, Desk
+from pipeline_builders import BASE, Desk, publish_engine
 
 import tasks.scoring
+from roster.serving_engine import EngineInfo
 from storage.ledger import Outcome, Step, StepKind
 
 ENGINE = f"engines/{BASE}.json"
@@ -17,7 +18,7 @@ ENGINE = f"engines/{BASE}.json"
 
 def publish(desk: Desk, **changes: Any) -> dict[str, Any]:
     info: dict[str, Any] = json.loads(desk.store.get(ENGINE).body) | changes
-    desk.store.put(ENGINE, json.dumps(info).encode())
+    publish_engine(desk.store, EngineInfo.model_validate(info))
     return info
 
 
