@@ -8,6 +8,7 @@ import socket
 
 from flows.settings import Settings, require_store
 from storage.s3 import S3Store
+from tasks.bpb.rulings import Thresholds
 from tasks.job import JobLimits
 
 
@@ -33,14 +34,30 @@ def job_limits(settings: Settings) -> JobLimits:
     """The part of the settings that the steps of a run need."""
     return JobLimits(
         work_path=settings.work_path,
+        merged_root=settings.merged_root,
         max_opponents=settings.max_opponents,
-        floor_bpb=settings.floor_bpb,
-        min_units=settings.min_units,
-        min_bytes=settings.min_bytes,
+        thresholds=verdict_thresholds(settings),
         score_stride=settings.score_stride,
         engine_timeout_s=settings.engine_timeout_s,
         engine_wait_s=settings.engine_wait_s,
         claim_seconds=settings.claim_seconds,
+        check_depth=settings.check_depth,
+        ablation=settings.ablation,
+    )
+
+
+def verdict_thresholds(settings: Settings) -> Thresholds:
+    """The part of the settings that a verdict is decided by."""
+    return Thresholds(
+        floor=settings.floor_bpb,
+        min_units=settings.min_units,
+        min_bytes=settings.min_bytes,
+        noise_factor=settings.noise_factor,
+        drift_limit=settings.drift_limit_bpb,
+        max_voided_fraction=settings.max_voided_fraction,
+        confidence=settings.confidence,
+        resamples=settings.resamples,
+        reference_tolerance=settings.reference_tolerance_bpb,
     )
 
 

@@ -48,10 +48,21 @@ class Settings(BaseSettings):
     store_addressing: Literal["path", "virtual", "auto"] = "path"
     prefect_api_url: str | None = None
 
+    merged_root: Path | None = None  # where trainers' merged checkpoints may be read by path; None: nowhere
+    # how deep converted adapters are checked; auto: full where torch sees a GPU, else standard
+    check_depth: Literal["auto", "quick", "standard", "full"] = "auto"
+    ablation: bool = False  # scores experts and attention by themselves too; decides nothing
     max_opponents: int = Field(4, ge=1)  # wrong adapters per check
+    # what a verdict asks for (docs/bpb.md); a change counts for the next verdict, and `roster rejudge` gives one
     floor_bpb: float = Field(0.002, gt=0, allow_inf_nan=False)  # bits per byte
-    min_units: int = Field(20, ge=2)
+    min_units: int = Field(20, ge=2)  # of each held-out set, as is min_bytes
     min_bytes: int = Field(8_000, ge=1)
+    noise_factor: float = Field(2.0, ge=1, allow_inf_nan=False)
+    drift_limit_bpb: float = Field(0.005, ge=0, allow_inf_nan=False)  # bits per byte
+    max_voided_fraction: float = Field(0.05, ge=0, le=1)
+    confidence: float = Field(0.95, ge=0.5, le=0.9999)  # two-sided
+    resamples: int = Field(10_000, ge=200)  # of the bootstrap
+    reference_tolerance_bpb: float = Field(1e-3, ge=0, allow_inf_nan=False)  # bits per byte
     score_stride: int = Field(0, ge=0)  # token positions between windows; 0: half a window
     engine_timeout_s: float = Field(120, gt=0)
     engine_wait_s: float = Field(1_800, gt=0)  # how long a run waits for the engine's lease

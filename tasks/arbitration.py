@@ -12,15 +12,15 @@ from prefect.cache_policies import NO_CACHE
 from storage.ledger import Outcome, Step, StepKind
 from tasks.bpb.measure import CONTROL
 from tasks.bpb.readings import Readings, compare_readings
-from tasks.bpb.verdict import Code as ScoreCode
+from tasks.bpb.rulings import Code as ScoreCode
 from tasks.bpb.verdict import Verdict, decide
 from tasks.conversion import read_source, source_record
 from tasks.errors import ReadingsUndecided
 from tasks.job import Job, Result, run_step
-from tasks.judgement import job_thresholds, recorded_measurement
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
 from tasks.readings import provisional_packing, undecided_parameters
+from tasks.stored_scores import recorded_measurement
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -30,7 +30,7 @@ def settle(job: Job, inspected: Step, scored: Step) -> Step:
     `inspected` is the inspection that left it undecided, `scored` the scores of its readings: own is the provisional
     one, control the other. Quarantined where neither wins, inconclusive where the text was too little to ask.
     """
-    thresholds = job_thresholds(job)
+    thresholds = job.limits.thresholds
 
     def work() -> Result:
         verdict = decide(recorded_measurement(scored), opponents_available=False, thresholds=thresholds)

@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from storage.claims import read_ledger
-from storage.documents import format_time
 from storage.ledger import Outcome, Step, StepKind
-from tasks.bpb.measure import (
-    BASE,
-    BASE_AGAIN,
-    CONTROL,
-    OWN,
-    WRONG_PREFIX,
-    Measurement,
-    SubjectBits,
-    UnitBytes,
-    VoidedUnit,
-)
-from tasks.bpb.verdict import Thresholds, Verdict, decide
+from tasks.bpb.measure import Measurement
+from tasks.bpb.verdict import decide
 from tasks.bpb.wording import ControlKind
 from tasks.errors import BaseChanged
 from tasks.job import Job, Result, run_step
-from tasks.readings import scores_statement
+from tasks.stored_scores import Scores, judge_scores
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def judge(job: Job, inspected: Step, converted: Step, opponents: Step, scored: Step) -> Step:
     """Ready, quarantined, inconclusive or stopped, with every figure and the thresholds it was decided by."""
-    thresholds = job_thresholds(job)
     control: Any = converted.result["control"]
-    available = bool(opponents.result["available"])
+    scores = Scores(
+        inspected=inspected,
+        scored=scored,
+        output_digest=str(converted.result["output_digest"]),
+        control_kind=ControlKind(control["kind"]),
+        are_others_ready=bool(opponents.result["available"]),
+        training=job.upload.training,
+    )
+    thresholds = job.limits.thresholds
 
     def work() -> Result:
         _require_same_base(job)
-        verdict = decide(
-            recorded_measurement(scored),
-            opponents_available=available,
-            thresholds=thresholds,
-            control_kind=ControlKind(control["kind"]),
-        )
-        record = verdict_record(verdict, str(converted.result["output_digest"]), scored)
-        if scores_statement(inspected) is not None:
-            record["notes"].append(
-                "scores on this text decided the packing: the control is the reading that lost, and proves nothing more"
-            )
-        return Result(Outcome(verdict.outcome.value), record)
+        return judge_scores(scores, thresholds)
 
-    inputs = {
-        "scored": scored.step_key,
-        "thresholds": json.dumps(asdict(thresholds), sort_keys=True),
-        "control": control["kind"],
-        "others": "some" if available else "none",
-    }
-    return _verdict(job, inspected, inputs, work)
+    return _verdict(job, inspected, scores.inputs(thresholds), work)
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -104,63 +81,14 @@ def _require_same_base(job: Job) -> None:
         raise BaseChanged(job.label, job.base.name, now.base)
 
 
-def job_thresholds(job: Job) -> Thresholds:
-    """The thresholds that this run's settings ask for."""
-    limits = job.limits
-    return Thresholds(floor=limits.floor_bpb, min_units=limits.min_units, min_bytes=limits.min_bytes)
-
-
 def find_drift(job: Job, measured: Measurement) -> dict[str, Any] | None:
     """Why these scores may not be kept at all, since the engine itself changed while it scored; None if it did not.
 
     A drifted measurement must not be recorded as done: every later run would judge the same bad numbers again.
     """
-    verdict = decide(measured, opponents_available=False, thresholds=job_thresholds(job))
+    sets = [one.ref for one in job.heldout]
+    verdict = decide(measured, opponents_available=False, thresholds=job.limits.thresholds, heldout=sets)
     if verdict.outcome.value != Outcome.STOPPED.value or verdict.code is None:
         return None
     code = verdict.code.value
     return {"code": code, "codes": [code], "reason": verdict.reason, "where": None}
-
-
-def recorded_measurement(scored: Step) -> Measurement:
-    """The measurement that a scored step recorded."""
-    record: Any = scored.result
-    return Measurement(
-        units=tuple(UnitBytes(unit["id"], unit["bytes"]) for unit in record["units"]),
-        voided=tuple(VoidedUnit(one["id"], one["reason"], one["subject"]) for one in record["voided"]),
-        scores=tuple(SubjectBits(label, tuple(bits)) for label, bits in record["subjects"].items()),
-        tokens=record["tokens"],
-        seconds=record["seconds"],
-    )
-
-
-def verdict_record(verdict: Verdict, output_digest: str, scored: Step) -> dict[str, Any]:
-    """A verdict as the ledger writes it; figures in bits per byte."""
-    bpb = {one.label: one.bpb for one in verdict.bpb}
-    return {
-        "code": verdict.code.value if verdict.code else None,
-        "codes": [code.value for code in verdict.codes],
-        "reason": verdict.reason,
-        "output_digest": output_digest,
-        "own": bpb.get(OWN),
-        "base": bpb.get(BASE),
-        "base_again": bpb.get(BASE_AGAIN),
-        "control": bpb.get(CONTROL),
-        "wrong": {
-            label.removeprefix(WRONG_PREFIX): value
-            for label, value in bpb.items()
-            if label.startswith(WRONG_PREFIX)
-        },
-        "margin": verdict.margin,
-        "interval": list(verdict.interval) if verdict.interval else None,
-        "differences": {
-            one.label: {"mean": one.mean, "lower": one.lower, "upper": one.upper}
-            for one in verdict.differences
-        },
-        "noise": verdict.noise,
-        "units": verdict.units,
-        "bytes": verdict.byte_count,
-        "thresholds": asdict(verdict.thresholds),
-        "measured_at": format_time(scored.finished_at),
-        "notes": list(verdict.notes),
-    }

@@ -9,7 +9,8 @@ import pytest
 
 from tasks.bpb.measure import BASE, BASE_AGAIN, CONTROL, OWN, Measurement, SubjectBits, UnitBytes
 from tasks.bpb.readings import Readings, compare_readings
-from tasks.bpb.verdict import Thresholds, Verdict, decide
+from tasks.bpb.rulings import Thresholds
+from tasks.bpb.verdict import Verdict, decide
 
 UNITS, BYTES = 24, 400
 BASE_BITS = [900.0 + 7 * n for n in range(UNITS)]

@@ -4,55 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
+from verdict_builders import GOOD, build, change_bits, copy_bits, without
 
 from tasks.bpb.errors import SubjectsInvalid, ThresholdsInvalid
-from tasks.bpb.measure import Measurement, SubjectBits, UnitBytes, VoidedUnit
-from tasks.bpb.verdict import Code, Outcome, Thresholds, Verdict, decide
+from tasks.bpb.measure import Measurement, SubjectBits, VoidedUnit
+from tasks.bpb.rulings import Code, Outcome, Thresholds
+from tasks.bpb.verdict import Verdict, decide
 from tasks.bpb.wording import ControlKind
-
-GOOD = {
-    "base": 2.356,
-    "own": 2.205,
-    "control": 2.359,
-    "wrong:bob": 2.41,
-    "wrong:eve": 2.38,
-    "base_again": 2.356,
-}
-
-
-def build(
-    bpb: Mapping[str, float],
-    *,
-    units: int = 40,
-    mean_bytes: int = 400,
-    spread: float = 0.02,
-    exact: tuple[str, ...] = ("base", "base_again"),
-) -> Measurement:
-    """Units of different length; each subject but the `exact` ones varies around its BPB by `spread`."""
-    sizes = [mean_bytes - 100 + (37 * number) % 200 for number in range(units)]
-    columns = []
-    for label, mean in bpb.items():
-        draw = random.Random(label)
-        bits = tuple(
-            size * (mean + 0.3 * math.sin(number) + (0 if label in exact else spread * draw.uniform(-1, 1)))
-            for number, size in enumerate(sizes)
-        )
-        columns.append(SubjectBits(label, bits))
-    return Measurement(
-        units=tuple(UnitBytes(f"u{number}", size) for number, size in enumerate(sizes)),
-        voided=(),
-        scores=tuple(columns),
-        tokens=1000,
-        seconds=1.0,
-    )
-
-
-def without(*labels: str) -> dict[str, float]:
-    return {label: bpb for label, bpb in GOOD.items() if label not in labels}
 
 
 def ruled(
@@ -64,21 +25,6 @@ def ruled(
         thresholds=thresholds or Thresholds(),
         control_kind=ControlKind.OTHER_PACKING,
     )
-
-
-def change_bits(measurement: Measurement, label: str, change: Callable[[int, float], float]) -> Measurement:
-    columns = tuple(
-        SubjectBits(label, tuple(change(number, bits) for number, bits in enumerate(column.bits)))
-        if column.label == label
-        else column
-        for column in measurement.scores
-    )
-    return replace(measurement, scores=columns)
-
-
-def copy_bits(measurement: Measurement, source: str, target: str) -> Measurement:
-    bits = next(column.bits for column in measurement.scores if column.label == source)
-    return change_bits(measurement, target, lambda number, _: bits[number])
 
 
 # --- one row per outcome and code ---
@@ -103,7 +49,7 @@ def copy_bits(measurement: Measurement, source: str, target: str) -> Measurement
             id="own is base as it was scored again",
         ),
         pytest.param(
-            build(GOOD | {"own": 2.359, "control": 2.205}),
+            build(GOOD | {"own": 2.366, "control": 2.205}),
             Outcome.QUARANTINED,
             [Code.CONTROL_NOT_WORSE, Code.NOT_BETTER_THAN_BASE],
             id="converted in the wrong packing",
@@ -196,7 +142,8 @@ def test_outcome_and_codes(measurement: Measurement, outcome: Outcome, codes: li
 
 def test_every_code_has_a_row() -> None:
     rows = test_outcome_and_codes.pytestmark[0].args[1]  # type: ignore[attr-defined]
-    assert {row.values[2][0] for row in rows if row.values[2]} == set(Code)
+    by_reference = {Code.REFERENCE_INVALID, Code.REFERENCE_MISMATCH}  # tests/test_bpb_agreement.py
+    assert {row.values[2][0] for row in rows if row.values[2]} == set(Code) - by_reference
     assert {row.values[1] for row in rows} == set(Outcome)
 
 
@@ -315,10 +262,18 @@ def test_nan_passes_nothing(label: str, value: float) -> None:
 
 
 def test_units_lost_by_the_adapter_cannot_flatter_it() -> None:
-    voided = tuple(VoidedUnit(f"v{number}", "token 5 has the value nan", "own") for number in range(3))
+    voided = (VoidedUnit("v0", "token 5 has the value nan", "own"),)
     verdict = ruled(replace(build(GOOD), voided=voided))
     assert verdict.codes == (Code.TOO_LITTLE_TEXT,)
-    assert "3 of 43 units got no usable score (v0, own: token 5 has the value nan)" in verdict.reason
+    assert "own gave no usable score for 1 of 41 units (v0: token 5 has the value nan)" in verdict.reason
+
+
+def test_units_lost_by_others_are_few_or_too_many() -> None:
+    voided = tuple(VoidedUnit(f"v{number}", "token 5 has the value nan", "control") for number in range(3))
+    assert ruled(replace(build(GOOD), voided=voided[:2])).outcome is Outcome.READY
+    verdict = ruled(replace(build(GOOD), voided=voided))
+    assert verdict.codes == (Code.TOO_LITTLE_TEXT,)
+    assert "3 of 43 units got no usable score (v0, control: token 5 has the value nan)" in verdict.reason
 
 
 def test_units_without_text_do_not_count_against_the_adapter() -> None:
@@ -397,6 +352,7 @@ def test_a_figure_too_few_is_refused() -> None:
         ("max_voided_fraction", 1.1),
         ("confidence", 95.0),
         ("resamples", 10),
+        ("reference_tolerance", math.nan),
     ],
 )
 def test_thresholds_that_decide_nothing_are_refused(name: str, value: float) -> None:

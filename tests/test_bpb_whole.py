@@ -10,7 +10,8 @@ from scripted_scorer import BadValue, ScriptedScorer
 
 from tasks.bpb.heldout import Unit
 from tasks.bpb.measure import Subject, measure, prepare_units
-from tasks.bpb.verdict import Code, Outcome, Thresholds, Verdict, decide
+from tasks.bpb.rulings import Code, Outcome, Thresholds
+from tasks.bpb.verdict import Verdict, decide
 from tasks.bpb.wording import ControlKind
 
 UNITS = tuple(
@@ -67,10 +68,13 @@ def test_a_base_that_adapters_contaminate_stops_the_run() -> None:
 
 def test_texts_on_which_the_adapter_breaks_do_not_drop_out_in_silence() -> None:
     """ainode#186: an adapter of NaN recorded as a success."""
-    verdict = judge("/ann", bad=[BadValue("own@1", 9, float("nan"), marker="é51 é")])
+    verdict = judge("/ann", bad=[BadValue("bob@3", 9, float("nan"), marker="é51 é")])
     assert (verdict.outcome, verdict.units) == (Outcome.READY, 23)
-    broken = [BadValue("own@1", 9, float("nan"), marker=marker) for marker in ("é51 é", "é68 é", "é85 é")]
+    broken = [BadValue("bob@3", 9, float("nan"), marker=marker) for marker in ("é51 é", "é68 é", "é85 é")]
     assert judge("/ann", bad=broken).code is Code.TOO_LITTLE_TEXT
+    own = judge("/ann", bad=[BadValue("own@1", 9, float("nan"), marker="é51 é")])
+    assert (own.outcome, own.code) == (Outcome.INCONCLUSIVE, Code.TOO_LITTLE_TEXT)
+    assert own.reason.startswith("own gave no usable score for 1 of 24 units (")
 
 
 def test_the_documentation_names_every_code_and_threshold() -> None:

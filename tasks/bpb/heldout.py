@@ -49,6 +49,23 @@ def merge_sets(sets: Sequence[HeldoutUnits]) -> tuple[Unit, ...]:
     return merged
 
 
+def places_of_set(unit_ids: Sequence[str], name: str, heldout: Sequence[str]) -> list[int]:
+    """Where the units of the set `name` stand among those that `merge_sets` made of the sets `heldout`.
+
+    Where a name goes on after another's colon, a unit belongs to the longest name that fits.
+    """
+    if name not in heldout:
+        return []
+    if len(heldout) == 1:
+        return list(range(len(unit_ids)))
+    longer = tuple(f"{other}:" for other in heldout if other.startswith(f"{name}:"))
+    return [
+        place
+        for place, unit_id in enumerate(unit_ids)
+        if unit_id.startswith(f"{name}:") and not unit_id.startswith(longer)
+    ]
+
+
 def check_unique(units: Sequence[Unit]) -> None:
     """Raise if two units share an id.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from tasks.bpb.agreement import Agreement
 from tasks.bpb.bootstrap import Difference, Table
 from tasks.bpb.measure import BASE, BASE_AGAIN, CONTROL, OWN
 
@@ -36,6 +37,14 @@ def say_voided(lost: int, total: int, limit: float, first: str) -> str:
     return (
         f"{lost} of {total} units got no usable score ({first}), more than {limit:.0%}: the units that are "
         "left may flatter the adapter; look at the engine and at the adapter named here"
+    )
+
+
+def say_own_voided(lost: int, total: int, first: str) -> str:
+    """For too_little_text where own itself gave no usable score."""
+    return (
+        f"own gave no usable score for {lost} of {total} units ({first}), which an adapter that is served must give "
+        "for every text: look at the adapter's numbers and at the engine's dtype"
     )
 
 
@@ -75,6 +84,32 @@ def say_not_better(table: Table, difference: Difference, floor: float) -> str:
     )
 
 
+def say_reference_invalid(found: Agreement, tolerance: float) -> str:
+    """For reference_invalid."""
+    return (
+        f"on {found.name} base scores {found.base:.4f} bits per byte here and {found.reference_base:.4f} in training, "
+        f"without any adapter; they may differ by {tolerance:g}. One of the two measurements is at fault, and the "
+        "adapter is not judged: compare the texts, the base's weights and the engine's dtype, or take the reference out"
+    )
+
+
+def say_reference_mismatch(found: Agreement, tolerance: float) -> str:
+    """For reference_mismatch."""
+    return (
+        f"on {found.name} own scores {found.own:.4f} bits per byte here and {found.reference_own:.4f} in training; it "
+        f"may differ by {tolerance:g}, and has to be nearer to that than to the trainer's base "
+        f"({found.reference_base:.4f}, here {found.base:.4f}): what is served is not what was trained"
+    )
+
+
+def say_agreement(found: Agreement) -> str:
+    """What is noted of the trainer's own scores of one held-out set, whether they agree or not."""
+    return (
+        f"the trainer's scores of {found.name}: own {found.reference_own:.4f} (here {found.own:.4f}), base "
+        f"{found.reference_base:.4f} (here {found.base:.4f})"
+    )
+
+
 def say_nothing_to_compare() -> str:
     """For no_opponent_and_no_control."""
     return (
@@ -88,6 +123,15 @@ def say_unclear(difference: Difference, bar: float) -> str:
     return (
         f"own is better than {difference.label} by {_with_interval(difference)} bits per byte; ready needs "
         f"the lower end above {bar:.4f}: more held-out text narrows the interval"
+    )
+
+
+def say_uncorrected(name: str, difference: Difference, comparisons: int) -> str:
+    """What is noted of a difference that is too small as the only one, and not as one of many. name: of the set."""
+    on = f" on {name}" if name else ""
+    return (
+        f"own is better than {difference.label}{on} by {_with_interval(difference)} only; as one of {comparisons} "
+        f"comparisons its upper end counts as {difference.ceiling:.4f}, and refuses nothing"
     )
 
 
