@@ -1,22 +1,19 @@
-"""Opponents and scores: the adapter against base, control and wrong adapters, on the engine of its base."""
+"""Scores: the adapter against base, control and wrong adapters, on the engine of its base."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from roster.serving import Manifest, Roster
-from storage.documents import read_document
-from storage.errors import InvalidDocument, ObjectNotFound
-from storage.keys import roster_key
+from roster.serving import Manifest
+from storage.errors import ObjectNotFound
 from storage.ledger import Outcome, Step, StepKind
+from tasks.ablation import score_ablations
 from tasks.bpb.engine import Engine
-from tasks.bpb.engine_errors import EngineRefused
+from tasks.bpb.engine_errors import EngineRefused, EngineUnavailable
 from tasks.bpb.heldout import HeldoutUnits, Unit, merge_sets, unit_kind
 from tasks.bpb.identity import measure_id
 from tasks.bpb.measure import (
@@ -31,7 +28,7 @@ from tasks.bpb.measure import (
     measure,
     prepare_units,
 )
-from tasks.bpb.opponents import Candidate, choose_opponents
+from tasks.bpb.opponents import Opponent
 from tasks.conversion import ensure_converted
 from tasks.engine_fit import needs_of_manifest, needs_of_record
 from tasks.engines import (
@@ -43,40 +40,14 @@ from tasks.engines import (
 from tasks.errors import FilesDamaged, OpponentGone, OpponentRefused
 from tasks.job import Job, Result, run_step
 from tasks.judgement import find_drift
-from tasks.outcomes import Code
+from tasks.lora.ablate import Ablation
+from tasks.opponents import candidate_name, recorded_opponents
+from tasks.poison import begin_trial, record_death
 from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
 from tasks.validation import require_resolved
 
 READINGS = "readings"
 """The input `for` of a scored step that compares two readings of an adapter, and judges nothing."""
-
-
-@task(persist_result=False, cache_policy=NO_CACHE)
-def choose(job: Job, converted: Step) -> Step:
-    """The wrong adapters for this adapter, chosen once and recorded before anything is scored."""
-    own = str(converted.result["output_digest"])
-    exclusions = [pair for pair in job.base.document.exclusions if job.author in pair]
-
-    def work() -> Result:
-        served = _served_elsewhere(job)
-        chosen = choose_opponents(
-            _candidates(job, served),
-            author=job.author,
-            adapter_digest=job.upload.adapter_digest,
-            output_digest=own,
-            exclusions=exclusions,
-            k=job.limits.max_opponents,
-        )
-        return Result(Outcome.DONE, {"opponents": [asdict(one) for one in chosen], "available": len(served)})
-
-    inputs = {
-        "adapter": job.upload.adapter_digest,
-        "base": job.base.digest,
-        "own": own,
-        "exclusions": json.dumps(sorted(sorted(pair) for pair in exclusions)),
-        "most": str(job.limits.max_opponents),
-    }
-    return run_step(job, StepKind.OPPONENTS, inputs, work, stands=lambda known: _all_there(job, known))
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -97,12 +68,13 @@ def _score(
     job: Job,
     inspected: Step,
     converted: Step,
-    wrong: tuple[Candidate, ...],
+    wrong: tuple[Opponent, ...],
     more_inputs: dict[str, str],
     *,
     part_of: StepKind,
 ) -> Step:
     engine_id = published_engine_id(job)
+    ablated = job.limits.ablation and part_of is StepKind.SCORED
     control: Any = converted.result["control"]
 
     def work() -> Result:
@@ -117,12 +89,20 @@ def _score(
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)
             prepared = prepare_units(engine, units, stride=job.limits.score_stride or None)
+            own_subject = next(subject for subject in subjects if subject.label == OWN)
+            trial = begin_trial(job, engine_id, own_subject, converted)
             try:
-                measured = measure(engine, prepared, subjects, _report(job))
+                measured = measure(engine, prepared, subjects, _report(job), ahead=trial.ahead)
             except EngineRefused as refused:
                 _explain_refusal(job, engine, prepared, converted, refused)
+            except EngineUnavailable as gone:
+                return record_death(job, engine, gone, trial)
             require_same_engine(job, engine_id)
-        record = _record(job, engine_id, units, prepared, measured) | {"untested": list(info.untested)}
+            record = _record(job, engine_id, units, prepared, measured) | {"untested": list(info.untested)}
+            if ablated:
+                record["ablation"] = score_ablations(
+                    job, engine, prepared, measured, own_subject, _report(job)
+                )
         drift = find_drift(job, measured)
         return Result(Outcome.STOPPED, record | drift) if drift else Result(Outcome.DONE, record)
 
@@ -135,54 +115,9 @@ def _score(
         "engine": engine_id,
         "stride": str(job.limits.score_stride),
     }
+    if ablated:
+        more_inputs = more_inputs | {"ablation": " ".join(Ablation)}
     return run_step(job, StepKind.SCORED, inputs | more_inputs, work, part_of=part_of)
-
-
-def recorded_opponents(step: Step) -> tuple[Candidate, ...]:
-    """The wrong adapters that an opponents step recorded."""
-    record: Any = step.result["opponents"]
-    return tuple(Candidate(**chosen) for chosen in record)
-
-
-def candidate_name(author: str, output_digest: str) -> str:
-    """The engine's name of an adapter that is scored: never the same for other bytes."""
-    return f"{author}@{output_digest[:16]}"
-
-
-def _served_elsewhere(job: Job) -> dict[str, str]:
-    """Output digests by author: what the roster serves other authors of this base."""
-    try:
-        roster, _ = read_document(job.store, roster_key(), Roster)
-    except ObjectNotFound:
-        return {}
-    served = roster.bases.get(job.base.name)
-    authors = served.authors if served else {}
-    return {author: entry.output_digest for author, entry in authors.items() if author != job.author}
-
-
-def _candidates(job: Job, served: dict[str, str]) -> list[Candidate]:
-    """The same with the digests of what was uploaded.
-
-    One whose manifest is gone or damaged is passed over: that is its own trouble, not this adapter's.
-    """
-    candidates = []
-    for author, output_digest in served.items():
-        try:
-            manifest = read_manifest(job.store, author, output_digest)
-        except (ObjectNotFound, InvalidDocument) as error:
-            job.log.warning("%s: %s is served but cannot be an opponent: %s", job.label, author, error)
-        else:
-            candidates.append(Candidate(author, manifest.adapter_digest, output_digest))
-    return candidates
-
-
-def _all_there(job: Job, chosen: Step) -> bool:
-    """Whether no scoring since found one of these opponents gone."""
-    steps = job.ledger.document.steps
-    later = steps[steps.index(chosen) + 1 :]
-    return not any(
-        step.kind is StepKind.SCORED and step.result.get("code") == Code.OPPONENT_GONE.value for step in later
-    )
 
 
 def _units(job: Job) -> tuple[Unit, ...]:
@@ -191,7 +126,7 @@ def _units(job: Job) -> tuple[Unit, ...]:
     )
 
 
-def _opponent(job: Job, chosen: Candidate) -> Manifest:
+def _opponent(job: Job, chosen: Opponent) -> Manifest:
     """The manifest of a wrong adapter that was chosen.
 
     Raises:
