@@ -16,7 +16,10 @@ from types import FrameType
 BENCHES = {
     "packing": "is the packing of trained adapters told right from their tensors?",
     "convert": "a conversion of the published size, beside a plain copy and a script written by hand",
+    "check": "a check of the published size, quick and full; does the quick one miss a damage?",
     "fuzz": "does everything that is wrong with an adapter end in an error of our own?",
+    "score": "tokens a second of scoring, beside a bare loop of requests and vLLM in one process",
+    "mutations": "is every damage to a conversion, and every wrong decision about an adapter, named?",
 }
 
 HELP = "\n".join(

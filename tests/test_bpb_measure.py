@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from scripted_scorer import BadValue, ScriptedScorer
 
+from tasks.bpb.asking import REPEAT_LIMIT
 from tasks.bpb.engine_errors import EngineRefused, EngineUnavailable
-from tasks.bpb.errors import DuplicateUnit, HeldoutUnusable, MeasurementVoid, SubjectsInvalid, WindowInvalid
+from tasks.bpb.errors import (
+    DuplicateUnit,
+    EngineUnsteady,
+    HeldoutUnusable,
+    MeasurementVoid,
+    SubjectsInvalid,
+    WindowInvalid,
+)
 from tasks.bpb.heldout import HeldoutUnits, Unit, UnitKind, merge_sets, unit_kind
-from tasks.bpb.measure import Measurement, Prepared, Subject, measure, prepare_units
+from tasks.bpb.measure import AHEAD, Measurement, Prepared, Subject, measure, prepare_units
 from tasks.bpb.protocol import BosRule
 
 TEXTS = (
@@ -113,7 +123,8 @@ def test_totals_do_not_depend_on_the_windows(bos: bool, max_len: int, stride: in
         assert bits(result, label) == pytest.approx(expected, rel=1e-12)
     windows = sum(len(unit.windows) for unit in prepared.units)
     assert (windows > len(TEXTS)) == (max_len < 400)
-    assert len(scorer.prompts["own@1"]) == windows
+    *once, again = scorer.prompts["own@1"]
+    assert len(once) == windows and again == once[0], "each window once, and the first one again"
     assert result.tokens == 5 * sum(len(prompt) for prompt in scorer.prompts["own@1"])
     assert bits(result, "own") != bits(result, "base")
 
@@ -128,7 +139,7 @@ def test_prompts_are_sent_but_not_scored() -> None:
     prepared = prepare_units(scorer, [Unit("u", "thé", "Say: ")])
     result = measure(scorer, prepared, SUBJECTS, no_progress)
     assert bits(result, "own") == pytest.approx([4 * 2.1])
-    assert scorer.prompts["own@1"] == [(256, *b"Say: ", *"thé".encode())]
+    assert set(scorer.prompts["own@1"]) == {(256, *b"Say: ", *"thé".encode())}
 
 
 # --- order, loading and unloading ---
@@ -138,11 +149,25 @@ def test_base_first_and_last_each_adapter_for_its_turn_only() -> None:
     scorer = ScriptedScorer(MODELS)
     labels = tuple(column.label for column in measured(scorer, SUBJECTS[::-1]).scores)
     assert labels == ("base", "own", "control", "wrong:bob", "base_again")
-    expected = [("logprobs", "base")]
+    base = [("logprobs", "base")] * 2
+    expected = [*base]
     for name in ("own@1", "own~control@2", "bob@3"):
-        expected += [("load", name), ("logprobs", name), ("unload", name)]
-    assert scorer.calls == [*expected, ("logprobs", "base")]
+        expected += [("load", name), *[("logprobs", name)] * 2, ("unload", name)]
+    assert scorer.calls == [*expected, *base]
     assert scorer.served_models() == ("base",)
+
+
+def test_one_that_goes_ahead_is_scored_after_the_base_and_not_kept() -> None:
+    scorer = ScriptedScorer(MODELS | {"cy@4": 2.2})
+    ahead = Subject(AHEAD, "cy@4", "/served/cy", False)
+    prepared = prepare_units(scorer, UNITS)
+    result = measure(scorer, prepared, SUBJECTS, no_progress, ahead=ahead)
+    loads = [name for call, name in scorer.calls if call == "load"]
+    assert loads == ["cy@4", "own@1", "own~control@2", "bob@3"]
+    assert scorer.calls[:2] == [("logprobs", "base")] * 2 and scorer.calls.count(("logprobs", "cy@4")) == 2
+    without = measured(ScriptedScorer(MODELS))
+    assert (result.units, result.scores) == (without.units, without.scores)
+    assert result.tokens == without.tokens * 6 // 5
 
 
 def test_order_of_subjects_and_a_second_run_change_nothing() -> None:
@@ -224,6 +249,77 @@ def test_a_bad_value_voids_the_unit_for_all(value: float | None, says: str) -> N
     assert all(len(column.bits) == 3 and all(map(math.isfinite, column.bits)) for column in result.scores)
     clean = measured(ScriptedScorer(MODELS, max_len=400))
     assert bits(result, "own") == bits(clean, "own")[1:]
+
+
+# --- one answer to one prompt ---
+
+
+class Moody(ScriptedScorer):
+    """Adds to the answers of `model` in its calls of these numbers, from 0: nats, or a value that is none."""
+
+    def __init__(self, model: str, calls: Sequence[int], value: float, **more: Any) -> None:
+        super().__init__(MODELS, **more)
+        self.model, self.moody, self.value, self.count = model, calls, value, 0
+
+    def logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[tuple[float | None, ...]]:
+        answers = super().logprobs(model, prompts)
+        if model != self.model:
+            return answers
+        self.count += 1
+        if self.count - 1 not in self.moody:
+            return answers
+        return [(None, *(v and v + self.value for v in values[1:])) for values in answers]
+
+
+@pytest.mark.parametrize("model", ["base", "own@1", "own~control@2", "bob@3"])
+def test_an_answer_that_depends_on_the_order_of_requests_voids_the_run(model: str) -> None:
+    """vllm#42019, #42245: the same text first and last; here one and a half times the limit."""
+    nats = 1.5 * REPEAT_LIMIT * math.log(2)
+    with pytest.raises(EngineUnsteady) as caught:
+        measured(Moody(model, [0], -nats, max_len=400))
+    assert (caught.value.model, caught.value.unit) == (model, "u0")
+    message = str(caught.value)
+    first, again = (float(found) for found in re.findall(r"([0-9.]+) bits", message))
+    assert first - again == pytest.approx(1.5 * REPEAT_LIMIT * len(TEXTS[0][1:].encode()))
+    assert "--no-enable-prefix-caching" in message
+
+
+def test_rounding_that_depends_on_the_batch_does_not() -> None:
+    nats = 0.9 * REPEAT_LIMIT * math.log(2)
+    assert len(measured(Moody("own@1", [0], -nats)).units) == 4
+
+
+@pytest.mark.parametrize("model", ["base", "own@1", "bob@3"])
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_value_that_comes_and_goes_voids_the_run(model: str, call: int) -> None:
+    """What is no number both times is a fact about the text (rule 7), what is none by chance is the engine's fault."""
+    with pytest.raises(EngineUnsteady, match="has the value nan"):
+        measured(Moody(model, [call], math.nan))
+
+
+def test_a_unit_that_the_base_could_not_score_the_second_time_voids_the_run() -> None:
+    with pytest.raises(EngineUnsteady, match=r"base: unit u2: .* first a score, and asked again token 1"):
+        measured(Late("base", marker="short"))
+
+
+class Late(ScriptedScorer):
+    """Nothing but nan for texts with this marker once an adapter has been scored."""
+
+    def __init__(self, model: str, marker: str) -> None:
+        super().__init__(MODELS)
+        self.late = BadValue(model, 1, math.nan, marker)
+
+    def unload(self, name: str) -> None:
+        super().unload(name)
+        self.bad = (self.late,)
+
+
+def test_few_of_many_unusable_answers_are_asked_for_again() -> None:
+    scorer = ScriptedScorer(MODELS, bad=[BadValue("own@1", 1, math.nan)])
+    measure(
+        scorer, prepare_units(scorer, [Unit(f"u{n}", TEXTS[0]) for n in range(40)]), SUBJECTS, no_progress
+    )
+    assert len(scorer.prompts["own@1"]) == len(scorer.prompts["bob@3"]) + 15
 
 
 def test_a_value_for_the_first_token_voids_the_unit() -> None:

@@ -278,6 +278,70 @@ def test_a_server_that_cannot_load_at_all_is_not_the_adapters_fault() -> None:
     assert "/adapters/2222 to be readable by the server" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Call to add_lora method failed: CUDA out of memory. Tried to allocate 1.55 GiB",
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory",
+        "[Errno 12] Cannot allocate memory",
+        "[Errno 28] No space left on device",
+        "[Errno 24] Too many open files: '/served/x/adapter_model.safetensors'",
+        "[Errno 13] Permission denied: '/served/x/adapter_config.json'",
+        "CUDA error: an illegal memory access was encountered",
+        "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+    ],
+)
+def test_an_engine_that_is_ill_does_not_refuse(message: str) -> None:
+    """vllm#5907, #14239, #38830: it answers a load with its exception's text and lives on, as for a bad adapter."""
+    script = {**HEALTHY, LOAD: [Reply(500, {"error": {"message": message}})]}
+    with (
+        ScriptedEngine(script) as server,
+        Engine(server.url, timeout_s=2) as engine,
+        pytest.raises(EngineUnavailable) as caught,
+    ):
+        engine.load("new@2222", "/adapters/2222", is_3d=False)
+    assert message in caught.value.reason and caught.value.model == "new@2222"
+
+
+@pytest.mark.parametrize(
+    ("replies", "died"),
+    [
+        ([Reply()], False),
+        ([Reply(503)], True),
+        ([Reply(), Reply(), Reply(503)], True),
+        ([Reply(reset=True)], True),
+        ([Reply(delay_s=0.4)], False),
+    ],
+    ids=["well", "its engine is gone", "a moment late", "it drops connections", "slow"],
+)
+def test_death_is_told_from_slowness(
+    replies: list[Reply], died: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_HEALTH_PAUSE_S", 0.0)
+    monkeypatch.setattr(engine_module, "_HEALTH_TIMEOUT_S", 0.2)
+    with ScriptedEngine({"GET /health": replies}) as server, Engine(server.url, timeout_s=2) as engine:
+        assert engine.has_died() is died
+
+
+def test_nobody_listening_has_died() -> None:
+    with ScriptedEngine(HEALTHY) as server:
+        url = server.url
+    with Engine(url, timeout_s=2) as engine:
+        assert engine.has_died()
+
+
+def test_what_was_asked_for_is_told_of_an_engine_that_cannot_work() -> None:
+    """Whose turn it was when an engine died."""
+    script = {COMPLETIONS: [Reply(reset=True)], "POST /tokenize": [Reply(500)]}
+    with ScriptedEngine(script) as server, Engine(server.url, timeout_s=2) as engine:
+        with pytest.raises(EngineUnavailable) as caught:
+            engine.logprobs("ada@1111", [[1, 2]])
+        assert caught.value.model == "ada@1111"
+        with pytest.raises(EngineUnavailable) as caught:
+            engine.tokenize("x", add_special_tokens=False)
+        assert caught.value.model is None
+
+
 def test_unload_is_idempotent() -> None:
     gone = Reply(404, {"error": {"message": "The lora adapter 'x' cannot be found.", "code": 404}})
     bad = Reply(400, {"error": {"message": "no name", "code": 400}})

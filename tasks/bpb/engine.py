@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -17,22 +18,24 @@ from tasks.bpb.engine_errors import (
     EngineUnavailable,
     EngineUnsupported,
 )
-from tasks.bpb.engine_faults import Lack, find_fault
+from tasks.bpb.engine_faults import Lack, find_fault, is_engine_ill
 from tasks.bpb.engine_wire import (
     NAN_OVER_HTTP,
     Answer,
-    Completion,
     ModelCard,
     ModelList,
     Text,
     Tokens,
     error_message,
     parse_answer,
+    read_choices,
     read_logprobs,
 )
 
 PROMPTS_PER_REQUEST = 64
 REQUESTS_AT_ONCE = 2
+# A server tells of the end of its engine a moment late, and may take another to close its port.
+_HEALTH_TRIES, _HEALTH_PAUSE_S, _HEALTH_TIMEOUT_S = 5, 0.5, 10.0
 
 
 class Engine:
@@ -67,6 +70,24 @@ class Engine:
         except EngineUnavailable:
             return False
 
+    def has_died(self) -> bool:
+        """Whether no engine is left at the address: nobody answers there, or a server without its engine.
+
+        One that takes its time has not died. Asked for a few seconds before it is believed to live.
+        """
+        for attempt in range(_HEALTH_TRIES):
+            if attempt:
+                time.sleep(_HEALTH_PAUSE_S)
+            try:
+                answer = self._client.get("/health", timeout=_HEALTH_TIMEOUT_S)
+            except httpx.TimeoutException:
+                return False
+            except httpx.TransportError:
+                return True
+            if answer.is_server_error:
+                return True
+        return False
+
     def served_models(self) -> tuple[str, ...]:
         """The names of the base and of all adapters that are loaded now."""
         return tuple(card.id for card in self._model_cards())
@@ -92,11 +113,12 @@ class Engine:
 
         `is_3d`: its experts are in vLLM's fused format. Loading a name again from the same path is no error.
         Raises EngineRefused when a live server does not take the adapter, or has the name from another path;
+        EngineUnavailable also when its message says that it is ill itself: out of memory, out of disk, its device lost;
         EngineFlagMissing, EngineUnsupported when its message says that it would take no such adapter as it was
         started, or at all; EngineProtocolError when the server has no such route, or no directory at `path`.
         """
         body = {"lora_name": name, "lora_path": path, "is_3d_lora_weight": is_3d}
-        answer = self._send("POST", "/v1/load_lora_adapter", body)
+        answer = self._send("POST", "/v1/load_lora_adapter", body, model=name)
         if answer.is_success:
             return
         if answer.status_code == httpx.codes.NOT_FOUND:
@@ -111,9 +133,9 @@ class Engine:
         if (known := find_fault(message)) is not None:
             kind = EngineFlagMissing if known.fault.lack is Lack.SETTING else EngineUnsupported
             raise kind(name, message, known.fault.cause, known.fault.advice)
-        # vLLM answers 500 both for an adapter it cannot read and for an engine that has died.
-        if answer.is_server_error and not self.is_healthy():
-            raise self._unavailable("POST /v1/load_lora_adapter", answer)
+        # vLLM answers 500 for an adapter that it cannot read, for want of memory, and for an engine that has died.
+        if answer.is_server_error and (is_engine_ill(message) or not self.is_healthy()):
+            raise self._unavailable("POST /v1/load_lora_adapter", answer, name)
         raise EngineRefused(name, path, answer.status_code, message)
 
     def unload(self, name: str) -> None:
@@ -126,8 +148,12 @@ class Engine:
             return
         self._check_success("POST /v1/unload_lora_adapter", name, answer)
 
-    def logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[tuple[float | None, ...]]:
+    def logprobs(
+        self, model: str, prompts: Sequence[Sequence[int]], *, generate: int = 1
+    ) -> list[tuple[float | None, ...]]:
         """For each prompt of token ids one natural log-probability per token, given the tokens before it.
+
+        `generate`: how many tokens the server makes after each prompt, which are not looked at; many keep it busy.
 
         `None` at position 0. `float("nan")` where the server gives no number, an infinite one, or -9999, which
         its HTTP makes of -inf; in the whole prompt where it cannot write one of its numbers. The prompts go out
@@ -139,38 +165,67 @@ class Engine:
         starts = range(0, len(prompts), PROMPTS_PER_REQUEST)
         batches = [prompts[start : start + PROMPTS_PER_REQUEST] for start in starts]
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            scored = list(pool.map(lambda batch: self._score_batch(model, batch), batches))
+            scored = list(pool.map(lambda batch: self._score_batch(model, batch, generate), batches))
         return [logprobs for batch in scored for logprobs in batch]
 
-    def _score_batch(self, model: str, prompts: Sequence[Sequence[int]]) -> list[tuple[float | None, ...]]:
+    def _score_batch(
+        self, model: str, prompts: Sequence[Sequence[int]], generate: int
+    ) -> list[tuple[float | None, ...]]:
         request = "POST /v1/completions"
         body = {
             "model": model,
             "prompt": [list(prompt) for prompt in prompts],
-            "max_tokens": 1,
+            "max_tokens": generate,
             "temperature": 0,
             "prompt_logprobs": 0,
+            **({"ignore_eos": True} if generate > 1 else {}),
         }
-        answer = self._send("POST", "/v1/completions", body)
+        answer = self._send("POST", "/v1/completions", body, model=model)
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise EngineUnavailable(self.url, request, f"that it does not know {model} (was it restarted?)")
+            reason = f"that it does not know {model} (was it restarted?)"
+            raise EngineUnavailable(self.url, request, reason, model)
         if answer.is_client_error and NAN_OVER_HTTP in error_message(answer.content):
             if len(prompts) > 1:
-                return [self._score_batch(model, [prompt])[0] for prompt in prompts]
+                return [self._score_batch(model, [prompt], generate)[0] for prompt in prompts]
             return [(None, *[math.nan] * (len(prompts[0]) - 1))]
-        self._check_success(request, model, answer)
-        choices = sorted(
-            parse_answer(request, model, answer.content, Completion).choices, key=lambda choice: choice.index
-        )
-        indices = [choice.index for choice in choices]
-        if indices != list(range(len(prompts))):
-            raise EngineProtocolError(
-                request, model, f"one choice for each of {len(prompts)} prompts", f"{indices}"
-            )
+        self._check_success(request, model, answer, model)
         return [
             read_logprobs(model, prompt, choice.prompt_logprobs)
-            for prompt, choice in zip(prompts, choices, strict=True)
+            for prompt, choice in zip(prompts, read_choices(model, answer.content, len(prompts)), strict=True)
         ]
+
+    def continue_prompts(
+        self, model: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float, seed: int
+    ) -> list[tuple[int, ...]]:
+        """For each prompt of token ids the ids of a continuation, drawn with this seed, of at most `max_tokens`.
+
+        One that ends earlier has the token that ended it. The same request draws the same again, or nearly: rounding
+        differs with what is computed beside it.
+        Raises EngineUnavailable also when the server does not know `model`; EngineProtocolError when an answer has no
+        token ids.
+        """
+        request = "POST /v1/completions"
+        continued: list[tuple[int, ...]] = []
+        for start in range(0, len(prompts), PROMPTS_PER_REQUEST):
+            batch = prompts[start : start + PROMPTS_PER_REQUEST]
+            body = {
+                "model": model,
+                "prompt": [list(prompt) for prompt in batch],
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "seed": seed,
+                "return_token_ids": True,
+            }
+            answer = self._send("POST", "/v1/completions", body, model=model)
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                reason = f"that it does not know {model} (was it restarted?)"
+                raise EngineUnavailable(self.url, request, reason, model)
+            self._check_success(request, model, answer, model)
+            for choice in read_choices(model, answer.content, len(batch)):
+                if choice.token_ids is None:
+                    raise EngineProtocolError(request, model, "token_ids of each continuation", "none")
+                continued.append(tuple(choice.token_ids))
+        return continued
 
     def _model_cards(self) -> list[ModelCard]:
         answer = self._send("GET", "/v1/models")
@@ -182,7 +237,9 @@ class Engine:
         self._check_success(f"POST {path}", self.url, answer)
         return parse_answer(f"POST {path}", self.url, answer.content, kind)
 
-    def _send(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx.Response:
+    def _send(
+        self, method: str, path: str, body: dict[str, object] | None = None, *, model: str | None = None
+    ) -> httpx.Response:
         try:
             try:
                 return self._client.request(method, path, json=body)
@@ -192,16 +249,17 @@ class Engine:
                 return self._client.request(method, path)
         except httpx.TransportError as error:
             reason = f"{type(error).__name__} {error}".strip()
-            raise EngineUnavailable(self.url, f"{method} {path}", reason) from error
+            raise EngineUnavailable(self.url, f"{method} {path}", reason, model) from error
 
-    def _check_success(self, request: str, subject: str, answer: httpx.Response) -> None:
+    def _check_success(
+        self, request: str, subject: str, answer: httpx.Response, model: str | None = None
+    ) -> None:
         if answer.is_server_error:
-            raise self._unavailable(request, answer)
+            raise self._unavailable(request, answer, model)
         if not answer.is_success:
             found = f"HTTP {answer.status_code}: {error_message(answer.content)}"
             raise EngineProtocolError(request, subject, "HTTP 200", found)
 
-    def _unavailable(self, request: str, answer: httpx.Response) -> EngineUnavailable:
-        return EngineUnavailable(
-            self.url, request, f"HTTP {answer.status_code}: {error_message(answer.content)}"
-        )
+    def _unavailable(self, request: str, answer: httpx.Response, model: str | None) -> EngineUnavailable:
+        reason = f"HTTP {answer.status_code}: {error_message(answer.content)}"
+        return EngineUnavailable(self.url, request, reason, model)

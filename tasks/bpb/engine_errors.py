@@ -8,13 +8,17 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The server cannot be reached, does not answer in time, or says that it cannot work now."""
+    """The server cannot be reached, does not answer in time, or says that it cannot work now.
 
-    def __init__(self, url: str, request: str, reason: str) -> None:
-        super().__init__(url, request, reason)
+    model: what was to be loaded or asked when it did so, None where that was no model in particular.
+    """
+
+    def __init__(self, url: str, request: str, reason: str, model: str | None = None) -> None:
+        super().__init__(url, request, reason, model)
         self.url = url
         self.request = request
         self.reason = reason
+        self.model = model
 
     def __str__(self) -> str:
         return (

@@ -96,6 +96,28 @@ FAULTS = (
 )
 
 
+# Source: torch and its CPU allocator, CUDA, cuBLAS and the C library as vLLM 0.32.0 passes their messages on;
+# vllm-project/vllm#5907, #14239, #38830, #52054.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|can.t allocate memory|cannot allocate memory|MemoryError|bad_alloc|_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_ENGINE_ILL = re.compile(
+    r"EngineCore encountered an issue|EngineDeadError|(?:CUDA|HIP|NCCL) error|No space left on device"
+    r"|Too many open files|Permission denied|Input/output error"
+)
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Whether an engine says that its memory, or its device's, did not suffice."""
+    return _OUT_OF_MEMORY.search(message) is not None
+
+
+def is_engine_ill(message: str) -> bool:
+    """Whether an engine says that it, or the machine under it, cannot work now, whatever it was asked."""
+    return is_out_of_memory(message) or _ENGINE_ILL.search(message) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class FoundFault:
     """A fault, and the line of the text that gave it away."""

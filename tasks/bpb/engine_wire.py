@@ -59,7 +59,8 @@ class Choice(BaseModel):
     """The answer to one prompt of a request."""
 
     index: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -117,6 +118,20 @@ def parse_answer(request: str, subject: str, content: bytes, kind: type[Answer])
         place = ".".join(str(part) for part in first["loc"]) or "the whole answer"
         found = f"at {place}: {first['msg']}"
         raise EngineProtocolError(request, subject, f"vLLM's {kind.__name__} as JSON", found) from error
+
+
+def read_choices(model: str, content: bytes, count: int) -> list[Choice]:
+    """The choices of a completion, one for each of its prompts, in their order.
+
+    Raises EngineProtocolError when there is not exactly one for each.
+    """
+    request = "POST /v1/completions"
+    answer = parse_answer(request, model, content, Completion)
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    indices = [choice.index for choice in choices]
+    if indices != list(range(count)):
+        raise EngineProtocolError(request, model, f"one choice for each of {count} prompts", f"{indices}")
+    return choices
 
 
 def error_message(content: bytes) -> str:

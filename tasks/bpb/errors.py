@@ -102,6 +102,24 @@ class MeasurementVoid(BpbError):
         )
 
 
+class EngineUnsteady(BpbError):
+    """The engine answered one prompt in two ways, so that its answers depend on what else it was asked."""
+
+    def __init__(self, model: str, unit: str, first: str, again: str) -> None:
+        super().__init__(model, unit, first, again)
+        self.model = model
+        self.unit = unit
+        self.first = first
+        self.again = again
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}: unit {self.unit}: expected one answer to one prompt, found first {self.first}, and "
+            f"asked again {self.again}. No score of such an engine is kept: start it with "
+            "--no-enable-prefix-caching, look into its log, and score again."
+        )
+
+
 class ThresholdsInvalid(BpbError):
     """A threshold is not a number that can decide anything."""
 

@@ -15,6 +15,9 @@ The rules. A change that can move a score raises METHOD_VERSION.
    for all.
 8. The order is base, own, control, wrong ones by label, base again; each adapter is loaded before its turn
    and unloaded after it. All subjects are sent the same prompts in the same calls.
+9. At the end of each turn its first prompt is asked again, by itself, and with it what came back unusable. A prompt
+   that is answered in two ways (usable and not, or further apart than asking.REPEAT_LIMIT) voids the run: the answers
+   depend on the order of the requests. So does a unit that only one of base and base again could not score.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tasks.bpb.asking import Answer, Prompt, ask, ask_again
 from tasks.bpb.engine_errors import EngineError
-from tasks.bpb.errors import HeldoutUnusable, MeasurementVoid, SubjectsInvalid
+from tasks.bpb.errors import EngineUnsteady, HeldoutUnusable, MeasurementVoid, SubjectsInvalid
 from tasks.bpb.heldout import Unit, check_unique
 from tasks.bpb.protocol import (
     BosRule,
@@ -46,13 +50,11 @@ OWN = "own"
 CONTROL = "control"
 WRONG_PREFIX = "wrong:"
 BASE_AGAIN = "base_again"
+AHEAD = "ahead"
+"""An adapter that is scored between base and own to show that the engine bears it; its scores are not kept."""
 
 # Prompts handed to the engine at once: enough for several requests side by side, few enough to see progress.
 _PROMPTS_PER_CALL = 256
-# vLLM's HTTP server writes -9999.0 for minus infinity.
-_HTTP_MINUS_INFINITY = -9999.0
-# log p of a certain token may come out above 0 by a rounding of float32.
-_ROUNDING_NATS = 1e-4
 
 # (subject's label, prompts done, prompts of this subject)
 Progress = Callable[[str, int, int], None]
@@ -168,25 +170,22 @@ def score_subject(
 
     Raises:
         MeasurementVoid: the engine answered with another number of prompts than it was sent.
+        EngineUnsteady: it answered a prompt in two ways (rule 9).
     """
-    jobs = [(index, window) for index, unit in enumerate(prepared.units) for window in unit.windows]
+    places = [(index, window) for index, unit in enumerate(prepared.units) for window in unit.windows]
+    prompts = [_prompt(prepared.units[index], window) for index, window in places]
+    answers: list[Answer] = []
+    for start in range(0, len(prompts), _PROMPTS_PER_CALL):
+        batch = prompts[start : start + _PROMPTS_PER_CALL]
+        answers += ask(scorer, model_name, batch)
+        progress(label, start + len(batch), len(prompts))
+    ask_again(scorer, model_name, prompts, answers)
     nats: list[list[float]] = [[] for _ in prepared.units]
     reasons: dict[int, str] = {}
-    for start in range(0, len(jobs), _PROMPTS_PER_CALL):
-        batch = jobs[start : start + _PROMPTS_PER_CALL]
-        prompts = [prepared.units[index].ids[window.begin : window.end] for index, window in batch]
-        answers = scorer.logprobs(model_name, prompts)
-        if len(answers) != len(batch):
-            reason = f"{len(batch)} prompts were sent and {len(answers)} came back"
-            raise MeasurementVoid(model_name, len(prepared.units), reason)
-        for (index, window), values in zip(batch, answers, strict=True):
-            problem = _problem(values, window)
-            if problem is None:
-                scored = values[window.first_scored - window.begin :]
-                nats[index].extend(-value for value in scored if value is not None)
-            else:
-                reasons.setdefault(index, problem)
-        progress(label, start + len(batch), len(jobs))
+    for (index, _), answer in zip(places, answers, strict=True):
+        nats[index].append(answer.nats)
+        if answer.problem is not None:
+            reasons.setdefault(index, answer.problem)
     bits = (
         math.nan if index in reasons else math.fsum(values) / math.log(2) for index, values in enumerate(nats)
     )
@@ -194,57 +193,86 @@ def score_subject(
     return SubjectScores(tuple(bits), tuple(voided))
 
 
+def score_aside(scorer: Scorer, prepared: Prepared, subject: Subject, progress: Progress) -> SubjectScores:
+    """Bits per unit of an adapter that is no part of a measurement: whatever they are, they decide nothing.
+
+    It is loaded before and unloaded after, like those that are.
+
+    Raises:
+        MeasurementVoid, EngineUnsteady: as score_subject.
+    """
+    with served(scorer, subject):
+        return score_subject(scorer, subject.model_name, prepared, label=subject.label, progress=progress)
+
+
 def measure(
-    scorer: Scorer, prepared: Prepared, subjects: Sequence[Subject], progress: Progress
+    scorer: Scorer,
+    prepared: Prepared,
+    subjects: Sequence[Subject],
+    progress: Progress,
+    *,
+    ahead: Subject | None = None,
 ) -> Measurement:
     """The bits of all subjects on the units that none of them voided; base is scored first and again last.
 
     `subjects` holds base, own, at most one control and any number of wrong:<author>, in any order;
-    `base_again` is added here. Whatever interrupts the run, the adapter that was loaded is unloaded.
+    `base_again` is added here. `ahead`, labelled AHEAD, goes between base and own. Whatever interrupts the run, the
+    adapter that was loaded is unloaded.
 
     Raises:
         SubjectsInvalid: base or own is missing, a label or a model name occurs twice, or a label is unknown.
         MeasurementVoid: the base has not one usable unit, or the engine lost count of the prompts.
+        EngineUnsteady: the engine answers one prompt in two ways (rule 9).
     """
     started = time.perf_counter()
     ordered = _in_order(subjects)
     void: dict[str, VoidedUnit] = {}
     columns: list[SubjectBits] = []
-    for subject in ordered:
-        with _served(scorer, subject):
+    of_base: tuple[VoidedUnit, ...] = ()
+    for subject in (ordered[0], *([ahead] if ahead else []), *ordered[1:]):
+        with served(scorer, subject):
             scores = score_subject(
                 scorer, subject.model_name, prepared, label=subject.label, progress=progress
             )
         if subject.label in (BASE, BASE_AGAIN) and len(scores.voided) == len(prepared.units):
             raise MeasurementVoid(subject.model_name, len(prepared.units), scores.voided[0].reason)
+        if subject.label == AHEAD:
+            continue
+        if subject.label == BASE:
+            of_base = scores.voided
+        elif subject.label == BASE_AGAIN:
+            _require_same_voids(subject.model_name, of_base, scores.voided)
         for unit in scores.voided:
             void.setdefault(unit.id, unit)
         columns.append(SubjectBits(subject.label, scores.bits))
     kept = [index for index, unit in enumerate(prepared.units) if unit.id not in void]
-    sent = sum(window.end - window.begin for unit in prepared.units for window in unit.windows)
+    windows = [window for unit in prepared.units for window in unit.windows]
+    sent = sum(window.end - window.begin for window in (*windows, windows[0]))
     return Measurement(
         units=tuple(UnitBytes(prepared.units[index].id, prepared.units[index].byte_count) for index in kept),
         voided=prepared.voided + tuple(void[unit.id] for unit in prepared.units if unit.id in void),
         scores=tuple(
             SubjectBits(column.label, tuple(column.bits[index] for index in kept)) for column in columns
         ),
-        tokens=sent * len(ordered),
+        tokens=sent * (len(ordered) + (ahead is not None)),
         seconds=time.perf_counter() - started,
     )
 
 
-def _problem(values: Sequence[float | None], window: Window) -> str | None:
-    """Why these log-probabilities cannot be used, None if they can."""
-    if len(values) != window.end - window.begin:
-        return f"{len(values)} values came back for {window.end - window.begin} tokens"
-    if values[0] is not None:
-        return f"token {window.begin} has the value {values[0]}, although nothing stands before it"
-    for position, value in enumerate(values[1:], start=window.begin + 1):
-        if value is None:
-            return f"token {position} has no value"
-        if not math.isfinite(value) or value <= _HTTP_MINUS_INFINITY or value > _ROUNDING_NATS:
-            return f"token {position} has the value {value}"
-    return None
+def _prompt(unit: PreparedUnit, window: Window) -> Prompt:
+    """One window of a unit, with its share of the unit's bytes."""
+    of_unit = sum(one.end - one.first_scored for one in unit.windows)
+    byte_count = unit.byte_count * (window.end - window.first_scored) / of_unit
+    return Prompt(unit.id, unit.ids[window.begin : window.end], window, byte_count)
+
+
+def _require_same_voids(
+    model_name: str, first: tuple[VoidedUnit, ...], again: tuple[VoidedUnit, ...]
+) -> None:
+    """Return if the base could not score the same units both times."""
+    before, after = ({unit.id: unit.reason for unit in voided} for voided in (first, again))
+    for unit in before.keys() ^ after.keys():
+        raise EngineUnsteady(model_name, unit, before.get(unit, "a score"), after.get(unit, "a score"))
 
 
 def _in_order(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
@@ -264,8 +292,8 @@ def _in_order(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
 
 
 @contextmanager
-def _served(scorer: Scorer, subject: Subject) -> Iterator[None]:
-    """Keep the subject's adapter loaded for as long as the block runs."""
+def served(scorer: Scorer, subject: Subject) -> Iterator[None]:
+    """Keep the subject's adapter loaded for as long as the block runs; one without a path is served already."""
     if subject.path is None:
         yield
         return
