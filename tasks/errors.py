@@ -80,6 +80,21 @@ class EngineUnverified(PipelineError):
         )
 
 
+class EngineNotQualified(PipelineError):
+    """Nobody has shown that the engine of a base applies adapters right, or it was shown that it does not."""
+
+    def __init__(self, base: str, engine_id: str, found: str) -> None:
+        super().__init__(base, engine_id, found)
+        self.base, self.engine_id, self.found = base, engine_id, found
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: expected a passed qualification of engine {self.engine_id}, found "
+            f"{self.found}. Run `roster qualify --base {self.base}`, which measures it, and retry; docs/engine.md says "
+            "what its checks mean."
+        )
+
+
 class EngineChanged(PipelineError):
     """The engine was restarted, as another one, between the plan of a scoring and its end."""
 
@@ -196,14 +211,90 @@ class BaseChanged(PipelineError):
 
 
 class OpponentRefused(PipelineError):
-    """The engine took neither the control nor a wrong adapter, which says nothing of the adapter itself."""
+    """The engine would not take the control or a wrong adapter, which says nothing of the adapter itself.
 
-    def __init__(self, adapter: str, name: str, message: str) -> None:
-        super().__init__(adapter, name, message)
-        self.adapter, self.name, self.message = adapter, name, message
+    `where` is the engine's name of it: while this engine runs, the next choice of opponents passes it over.
+    """
+
+    def __init__(self, adapter: str, where: str, message: str) -> None:
+        super().__init__(adapter, where, message)
+        self.adapter, self.where, self.message = adapter, where, message
 
     def __str__(self) -> str:
         return (
-            f"{self.adapter}: the engine would not load {self.name}, which it is compared with: {self.message}. "
+            f"{self.adapter}: the engine would not load {self.where}, which it is compared with: {self.message}. "
             "Nothing is said of the adapter; look at the engine's log, then retry."
+        )
+
+
+class NobodyServed(PipelineError):
+    """The roster serves no adapter of a base, so there is nothing to compare."""
+
+    def __init__(self, base: str) -> None:
+        super().__init__(base)
+        self.base = base
+
+    def __str__(self) -> str:
+        return (
+            f"base {self.base}: expected adapters that the roster serves, found none. `roster status` says what is on "
+            "its way, and `roster sync` publishes what has become ready."
+        )
+
+
+class NotServed(PipelineError):
+    """An author was named whom the roster does not serve on a base."""
+
+    def __init__(self, author: str, base: str, served: str) -> None:
+        super().__init__(author, base, served)
+        self.author, self.base, self.served = author, base, served
+
+    def __str__(self) -> str:
+        return (
+            f"{self.author}: expected an author whom the roster serves on base {self.base}, found only {self.served}. "
+            f"`roster why {self.author}` says what became of this one."
+        )
+
+
+class MatrixDrift(PipelineError):
+    """The base's scores of one text moved, so that cells measured before and after cannot be compared."""
+
+    def __init__(self, base: str, text: str, expected: str, found: str, advice: str) -> None:
+        super().__init__(base, text, expected, found, advice)
+        self.base, self.text, self.expected, self.found = base, text, expected, found
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return (
+            f"engine of base {self.base}: expected the {self.expected} bits per byte that the base had on "
+            f"{self.text} before, found {self.found}: the engine drifts. {self.advice}"
+        )
+
+
+class EngineDied(PipelineError):
+    """The engine ended while it had an adapter, which may or may not be why."""
+
+    def __init__(self, adapter: str, name: str, url: str, found: str, proves: str) -> None:
+        super().__init__(adapter, name, url, found, proves)
+        self.adapter, self.name, self.url, self.found, self.proves = adapter, name, url, found, proves
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: expected the engine at {self.url} to score {self.name}, found that it died meanwhile "
+            f"({self.found}). {self.proves}. Its supervisor starts it again, and this run is taken up again."
+        )
+
+
+class AdapterKillsEngine(PipelineError):
+    """Engines that have scored a ready adapter on the same text die of this one."""
+
+    def __init__(self, adapter: str, name: str, survivors: str, found: str) -> None:
+        super().__init__(adapter, name, survivors, found)
+        self.adapter, self.name, self.survivors, self.found = adapter, name, survivors, found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: expected the engine to survive {self.name}, found that two engines died of it "
+            f"({self.found}), each freshly started and after it had scored a ready adapter on the same text "
+            f"({self.survivors}). Read the engine's log, and report it if vLLM should take such an adapter; submit it "
+            "again once that is mended, or force the run on another engine."
         )

@@ -19,22 +19,23 @@ from storage.policy import Policy
 from storage.s3 import S3Store
 from storage.uploads import Upload
 from tasks.bpb.measure import METHOD_VERSION
+from tasks.bpb.rulings import Thresholds
 from tasks.disk import RunDisk
 from tasks.lora.inspect import Inspection
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
-from tasks.outcomes import RULED, refusal, rule, stoppage
+from tasks.outcomes import RULED, is_transient, refusal, rule, stoppage
 
 # A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
 # shown as stale, and a re-run does the step again.
 STEP_VERSIONS: Mapping[str, str] = {
-    StepKind.INSPECTED: "3",
+    StepKind.INSPECTED: "4",
     StepKind.CONVERTED: "2",
-    StepKind.CHECKED: "3",
+    StepKind.CHECKED: "4",
     StepKind.STAGED: "1",
-    StepKind.OPPONENTS: "1",
+    StepKind.OPPONENTS: "2",
     StepKind.SCORED: METHOD_VERSION,
-    StepKind.VERDICT: "1",
+    StepKind.VERDICT: "3",
 }
 
 
@@ -43,14 +44,15 @@ class JobLimits:
     """What an operator may tune (see `flows.settings.Settings` for units and defaults)."""
 
     work_path: Path
+    merged_root: Path | None
     max_opponents: int
-    floor_bpb: float
-    min_units: int
-    min_bytes: int
+    thresholds: Thresholds
     score_stride: int
     engine_timeout_s: float
     engine_wait_s: float
     claim_seconds: int
+    check_depth: str
+    ablation: bool
 
 
 @dataclass(slots=True)
@@ -128,8 +130,8 @@ def run_step(
     """The finished step of this kind for these inputs: the recorded one if there is one, else `work` done now.
 
     `inputs` is everything that can change the result; the step's own version is added here. `stands` may deny
-    that a recorded step can still be used. `part_of`: another kind that this step is done for; it is then done again
-    where that one is forced.
+    that a recorded step can still be used; a transient refusal never can. `part_of`: another kind that this step is
+    done for; it is then done again where that one is forced.
 
     Raises:
         StepEnded: the step refused the adapter, waits or had to stop; it is recorded.
@@ -137,7 +139,12 @@ def run_step(
     """
     key = step_key({"kind": kind.value, "version": STEP_VERSIONS[kind], **inputs})
     known = job.ledger.finished(kind, key)
-    if known is not None and (part_of or kind) not in job.forced and stands(known):
+    if (
+        known is not None
+        and (part_of or kind) not in job.forced
+        and not is_transient(known.result)
+        and stands(known)
+    ):
         job.log.info("%s: %s was finished before (%s), skipped", job.label, kind.value, known.outcome.value)
         return _continue_or_end(known)
     started = utc_now()

@@ -14,7 +14,8 @@ from storage.ledger import Outcome
 from tasks import errors as pipeline
 from tasks.bpb import engine_errors as engine
 from tasks.bpb import errors as bpb
-from tasks.bpb.verdict import Code as ScoreCode
+from tasks.bpb import reference_errors as reference
+from tasks.bpb.rulings import Code as ScoreCode
 from tasks.lora import errors as lora
 
 
@@ -80,6 +81,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     lora.EmptyAdapter: Ruling(_Q, Code.EMPTY_ADAPTER),
     lora.EscapingPath: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     lora.AmbiguousWeights: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
+    lora.MisspeltFile: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     lora.UnreadableName: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     lora.UnsupportedDtype: Ruling(_Q, Code.UNSUPPORTED_DTYPE),
     lora.PickleRefused: Ruling(_Q, Code.PICKLE_REFUSED),
@@ -98,6 +100,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     lora.UnexpectedTensor: Ruling(_Q, Code.UNEXPECTED_TENSOR),
     lora.MixedForms: Ruling(_Q, Code.UNEXPECTED_TENSOR),
     lora.NoExpertKeys: Ruling(_Q, Code.NO_EXPERT_KEYS),
+    lora.IntentUnmet: Ruling(_Q, Code.MISSING_TENSOR),
     lora.ShapeMismatch: Ruling(_Q, Code.SHAPE_MISMATCH),
     lora.RankUnsupported: Ruling(_Q, Code.RANK_UNSUPPORTED),
     # Its layout and values.
@@ -110,6 +113,8 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     lora.ExpertsUntrained: Ruling(_Q, Code.EXPERTS_UNTRAINED),
     lora.RoundTripMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
     lora.DeltaMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
+    lora.MergedMismatch: Ruling(_Q, Code.DELTA_MISMATCH),
+    lora.ReferenceInvalid: Ruling(_S, ScoreCode.REFERENCE_INVALID),
     lora.UnresolvedKeys: Ruling(_Q, Code.UNRESOLVED_KEYS),
     # The upload and what it refers to.
     store.UploadIncomplete: Ruling(_W, Code.INCOMPLETE_UPLOAD),
@@ -133,11 +138,14 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     engine.EngineProtocolError: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     engine.EngineFlagMissing: Ruling(_S, Code.ENGINE_FLAG_MISSING),
     engine.EngineUnsupported: Ruling(_S, Code.ENGINE_UNSUPPORTED),
+    pipeline.EngineDied: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    pipeline.AdapterKillsEngine: Ruling(_Q, Code.REFUSED_BY_ENGINE),
     pipeline.NoEngine: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.LeaseNotGranted: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.LeaseLost: Ruling(_S, Code.ENGINE_UNAVAILABLE),
     pipeline.EngineChanged: Ruling(_S, ScoreCode.ENGINE_DRIFT),
     pipeline.EngineUnverified: Ruling(_S, Code.ENGINE_UNVERIFIED),
+    pipeline.EngineNotQualified: Ruling(_S, Code.ENGINE_UNVERIFIED),
     pipeline.EngineUnfit: Ruling(_S, Code.ENGINE_FLAG_MISSING),
     pipeline.EngineTooOld: Ruling(_S, Code.ENGINE_UNSUPPORTED),
     pipeline.OpponentRefused: Ruling(_S, Code.INTERNAL),
@@ -151,6 +159,7 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     bpb.WindowInvalid: Ruling(_S, Code.ENGINE_FLAG_MISSING),
     bpb.SubjectsInvalid: Ruling(_S, Code.INTERNAL),
     bpb.MeasurementVoid: Ruling(_S, Code.ENGINE_UNAVAILABLE),
+    bpb.EngineUnsteady: Ruling(_S, ScoreCode.ENGINE_DRIFT),
     bpb.ThresholdsInvalid: Ruling(_S, Code.INTERNAL),
 }
 
@@ -169,6 +178,8 @@ NOT_THERE: tuple[type[Exception], ...] = (
     catalog.RosterDrop,
     catalog.UnknownBase,
     catalog.RankNotServeable,
+    reference.LibraryMissing,
+    pipeline.MatrixDrift,
 )
 """What says that the catalog cannot be used or written now; no adapter is judged by it."""
 
@@ -176,13 +187,24 @@ MISUSE: tuple[type[Exception], ...] = (
     catalog.QueryRefused,
     catalog.UnknownAuthor,
     lora.DestinationExists,
+    lora.DeviceMissing,
     store.InvalidName,
     store.NameTaken,
     store.NoWeights,
     store.UploadRaced,
     store.UploadRefused,
+    reference.ModelUnusable,
+    reference.HeldoutFileInvalid,
+    reference.PackingUnstated,
+    reference.AdapterNotRead,
+    pipeline.NobodyServed,
+    pipeline.NotServed,
 )
 """What only a command line can meet: something to correct there and then."""
+
+
+TRANSIENT: tuple[type[Exception], ...] = (store.UploadCorrupt,)
+"""What is said of the bytes that came, not of those that were promised: the same adapter may yet come whole."""
 
 
 def rule(error: Exception) -> Ruling:
@@ -202,10 +224,39 @@ def list_problems(error: Exception) -> tuple[Exception, ...]:
     return (error, *error.others) if isinstance(error, lora.AdapterError) else (error,)
 
 
+_RECORDED, _LETTERS = 20, 1_000
+"""How many problems a step's result tells, and how much of each."""
+
+
 def refusal(error: Exception) -> dict[str, Any]:
-    """A ruled error as a step's result; `codes` has each code of its problems once."""
-    codes = list(dict.fromkeys(rule(one).code.value for one in list_problems(error)))
-    return {"code": codes[0], "codes": codes, "reason": str(error), "where": getattr(error, "where", None)}
+    """A ruled error as a step's result; `codes` has each code of its problems once.
+
+    `problems` tells the first and, up to a limit, all others: the code, where, and the message of each. `transient`
+    is there only for an error of TRANSIENT.
+    """
+    problems = list_problems(error)
+    codes = list(dict.fromkeys(rule(one).code.value for one in problems))
+    told = [
+        {
+            "code": rule(one).code.value,
+            "where": getattr(one, "where", None),
+            "message": str(one)[:_LETTERS],
+        }
+        for one in problems[:_RECORDED]
+    ]
+    return {
+        "code": codes[0],
+        "codes": codes,
+        "reason": str(error),
+        "where": getattr(error, "where", None),
+        "problems": told,
+        **({"transient": True} if isinstance(error, TRANSIENT) else {}),
+    }
+
+
+def is_transient(result: Mapping[str, Any]) -> bool:
+    """Whether a step's result is a refusal that another try may not meet with."""
+    return bool(result.get("transient"))
 
 
 def refused_document(error: Exception) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from cli_builders import PROGRAM, Ran, Roster, clean_environment, run_in_terminal, run_program
 from lora_builders import Logical, attention, base_fields, encode, save_adapter, short_id
 from safetensors.torch import save_file
+from scripted_scorer import ScriptedScorer
 from store_builders import failing, memory_store, with_faults
 
 import flows.cli.progress
@@ -45,8 +47,11 @@ from flows.up import EngineIncomplete
 from roster.serving_engine import EngineInfo
 from storage.bases import read_base
 from storage.errors import StoreUnavailable
+from storage.qualifications import Qualification
 from storage.s3 import S3Store
 from storage.uploads import read_upload
+from tasks.matrix_plan import Plan
+from tasks.qualification import ServedBase
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 INSPECT_KEYS = {
@@ -56,7 +61,7 @@ INSPECT_KEYS = {
 COMMANDS = (
     *("submit", "base add", "heldout add", "inspect", "convert", "check", "ready", "show", "why", "sql"),
     *("status", "up", "down", "sync", "rebuild", "policy set", "policy show", "policy clear"),
-    "migrate",
+    *("migrate", "qualify", "score", "matrix", "rejudge"),
 )
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 EXPLAIN_THEMSELVES = ("ready", "show", "why", "status", "down", "sync", "rebuild", "policy show")
@@ -240,6 +245,62 @@ def test_a_per_expert_adapter_has_no_packing(offline: Roster, desk: Path) -> Non
     assert found["orientation"] == "standard" and found["output_digest"] == found["adapter_digest"]
 
 
+def test_a_check_reads_as_one_table(offline: Roster) -> None:
+    offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny")
+    ran = offline("check", "trained/ash", "serving/ash", "--base", "models/tiny", "--depth", "full")
+    assert ran.code == 0
+    assert re.match(r"result +check +about +found +numbers *$", ran.out.splitlines()[0])
+    assert re.search(
+        r"^ok +round_trip +execution +28 of 28 source tensors found again bit for bit ", ran.out, re.MULTILINE
+    )
+    assert re.search(
+        r"^projection +deltas +differing +median error +99 % +largest +worst *$", ran.out, re.MULTILINE
+    )
+    assert re.search(r"^down_proj +8 +0 +\S+ +\S+ +\S+ +(layer \d expert \d|-) *$", ran.out, re.MULTILINE)
+    assert "not made at depth full: merged\n" in ran.out
+    assert (
+        ran.out.rstrip()
+        .splitlines()[-1]
+        .startswith("Execution: the output is the source as it was read, to the last bit. ")
+    )
+    assert "\x1b" not in ran.out, "piped output has no colours"
+
+
+def test_check_says_what_a_quick_one_leaves_out(offline: Roster) -> None:
+    offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny")
+    quick = ("check", "trained/ash", "serving/ash", "--base", "models/tiny", "--depth", "quick")
+    found = offline(*quick, "--json").document
+    assert (found["passed"], found["depth"], found["not_made"]) == (
+        True,
+        "quick",
+        ["in_range", "round_trip", "merged"],
+    )
+    assert not {"in_range", "round_trip"} & {one["name"] for one in found["checks"]}
+    out = offline(*quick).out
+    assert re.search(
+        r"^probes: seed \d+; a damage of one delta by 0\.001 of its norm or more would have been missed with a "
+        r"probability of at most \S+$",
+        out,
+        re.MULTILINE,
+    )
+
+
+def test_check_wants_what_belongs_together(offline: Roster, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny")
+    check = ("check", "trained/ash", "serving/ash", "--base", "models/tiny")
+    for options, said in (
+        (("--device", "cpu"), "give --depth full too"),
+        (("--merged", "models/tiny"), "--merged and --weights go together"),
+        (("--weights", "models/tiny"), "--merged and --weights go together"),
+    ):
+        ran = offline(*check, *options)
+        assert ran.code == 2
+        assert said in ran.err and ran.err.endswith("See: roster check --help\n")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ran = offline(*check, "--depth", "full", "--device", "cuda", "--json")
+    assert (ran.code, "torch sees no cuda device here" in ran.document["error"]) == (2, True)
+
+
 def test_check_names_the_directory_that_is_at_fault(offline: Roster, desk: Path) -> None:
     offline("convert", "trained/ash", "serving/ash", "--base", "models/tiny")
     cut_short(desk / "serving" / "ash")
@@ -402,6 +463,10 @@ def test_base_add_knows_the_base_by_config_and_weights(roster: Roster, store: S3
     assert set(whole.document) == {"base", "digest"}
     assert bare["digest"] != whole.document["digest"]
     assert keys(store) == ["bases/tiny/base.json", "bases/tiny/config.json"]
+    assert read_base(store, "tiny").document.weights == str(Path("models/tiny").resolve())
+    again = roster("base", "add", "tiny", "--config", "models/tiny")
+    assert "without its weights: trainers' merged checkpoints are not compared" in again.err
+    assert read_base(store, "tiny").document.weights is None
 
 
 @pytest.mark.parametrize(
@@ -1118,7 +1183,21 @@ def test_every_example_of_the_documentation_runs(
         started.append(config)
         return running_services()
 
+    def measure(store: S3Store, base: ServedBase, limits: object, **_: object) -> Qualification:
+        assert base.url == "http://127.0.0.1:8000", "as the example before it registers it"
+        return Qualification.model_validate_json((EXAMPLES / "qualification.json").read_bytes())
+
+    @contextmanager
+    def open_scorer(*_: object) -> Iterator[tuple[ScriptedScorer, str]]:
+        bits = lambda name, path: 2.39 if "~control@" in name else 2.1  # noqa: E731
+        yield ScriptedScorer({"tiny": 2.4}, adapters=bits), "tiny"
+
     monkeypatch.setattr("flows.embedded.start_detached", start)
+    monkeypatch.setattr("tasks.qualification.qualify_engine", measure)
+    monkeypatch.setattr("flows.cli.score.open_scorer", open_scorer)
+    nothing = Plan(None, None, "", (), (), frozenset(), None, True, False, (), frozenset(), ())  # type: ignore[arg-type]
+    monkeypatch.setattr("tasks.matrix_plan.plan_matrix", lambda *_, **__: nothing)
+    monkeypatch.setenv("ROSTER_MIN_BYTES", "100")
     monkeypatch.setenv("ROSTER_ENGINE_PYTHON", sys.executable)
     roster("base", "add", "tiny", "--config", "models/tiny")
     roster("sync")

@@ -15,16 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "storage", "roster", "demo", "bench")
 
+REFERENCE_SCORER = ("tasks/bpb/reference_model.py", "tasks/bpb/reference_adapter.py")
 # Which files may import a library (a prefix ends with "/"). Everything else goes through them.
 DOORS = {
     "boto3": ("storage/s3.py",),
     "botocore": ("storage/s3.py",),
     "duckdb": ("roster/catalog.py",),
     "httpx": ("tasks/bpb/engine.py",),
-    "vllm": ("roster/engine_plugin/",),
+    "vllm": ("roster/engine_plugin/", "bench/score_in_process.py"),
     "prefect": ("flows/", "tasks/*.py"),
-    "transformers": ("demo/", "bench/"),
-    "peft": ("demo/", "bench/"),
+    "transformers": ("demo/", "bench/", *REFERENCE_SCORER),
+    "peft": ("demo/", "bench/", *REFERENCE_SCORER),
     "pickle": (),
 }
 ENVIRONMENT_DOORS = ("flows/settings.py", "roster/engine_plugin/settings.py")

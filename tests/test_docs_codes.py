@@ -13,7 +13,7 @@ from roster.story import ADVICE
 from storage.ledger import Outcome
 from tasks.bpb import errors as bpb
 from tasks.bpb.engine_errors import EngineRefused
-from tasks.bpb.verdict import Code as ScoreCode
+from tasks.bpb.rulings import Code as ScoreCode
 from tasks.lora.errors import AdapterError
 from tasks.outcomes import RULINGS, Code
 
@@ -22,7 +22,13 @@ PAGE = ROOT / "docs" / "why-quarantined.md"
 TEXT = PAGE.read_text("utf-8")
 # What no error of the table stands for: verdicts on scores, and a full disk.
 OTHERS = {
-    Outcome.QUARANTINED: ["no_effect", "control_not_worse", "not_better_than_base", "not_better_than_wrong"],
+    Outcome.QUARANTINED: [
+        "no_effect",
+        "control_not_worse",
+        "not_better_than_base",
+        "not_better_than_wrong",
+        "reference_mismatch",
+    ],
     Outcome.INCONCLUSIVE: ["margin_unclear", "no_opponent_and_no_control"],
     Outcome.WAITING: [],
     Outcome.STOPPED: ["disk_full"],
@@ -38,6 +44,7 @@ IDEAS: dict[type[Exception], str] = {
     store.UnknownBase: "Register it with `roster base add`",
     store.HeldoutMissing: "`roster heldout add`",
     EngineRefused: "message stands in the reason",
+    pipeline.AdapterKillsEngine: "two freshly started engines died in this adapter's turn",
     bpb.HeldoutUnusable: "Register a held-out set with more texts of this author",
 }
 

@@ -192,7 +192,7 @@ def test_a_result_that_is_no_json_is_a_stop_on_the_record(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nan = [{"name": "x", "passed": True, "detail": "", "figures": {"largest": float("nan")}}]
-    monkeypatch.setattr("tasks.validation.check_records", lambda _: nan)
+    monkeypatch.setattr("tasks.validation.check_record", lambda _: {"checks": nan})
     assert desk.ready("elm").is_failed()
     last = desk.ledger("elm").steps[-1]
     assert (last.kind, last.outcome, last.result["code"]) == (StepKind.CHECKED, Outcome.STOPPED, "internal")

@@ -13,10 +13,11 @@ import roster.errors
 import storage.errors
 import tasks.bpb.engine_errors
 import tasks.bpb.errors
+import tasks.bpb.reference_errors
 import tasks.errors
 import tasks.lora.errors
 from storage.ledger import Outcome
-from tasks.bpb import verdict
+from tasks.bpb import rulings
 from tasks.outcomes import (
     MISUSE,
     NOT_THERE,
@@ -34,6 +35,7 @@ MODULES = (
     tasks.lora.errors,
     tasks.bpb.errors,
     tasks.bpb.engine_errors,
+    tasks.bpb.reference_errors,
     tasks.errors,
     storage.errors,
     roster.errors,
@@ -41,12 +43,14 @@ MODULES = (
 ELSEWHERE = {
     tasks.lora.errors.AdapterError: "a parent; only its children are raised",
     tasks.bpb.errors.BpbError: "a parent; only its children are raised",
+    tasks.bpb.reference_errors.ReferenceScoringError: "a parent; only its children are raised",
     tasks.bpb.engine_errors.EngineError: "a parent; only its children are raised",
     tasks.bpb.engine_errors.EngineAtFault: "a parent; only its children are raised",
     tasks.errors.PipelineError: "a parent; only its children are raised",
     storage.errors.StorageError: "a parent; only its children are raised",
     roster.errors.RosterError: "a parent; only its children are raised",
     storage.errors.PreconditionFailed: "tells writers to read again; each of them handles it",
+    tasks.lora.errors.WeightsIncomparable: "becomes Uncompared: a merged checkpoint says nothing then",
     storage.errors.ClaimHeld: "becomes AdapterBusy: the run ends as Elsewhere",
     storage.errors.ClaimLost: "ends the run as Elsewhere: another run has the ledger",
 }
@@ -54,11 +58,12 @@ ELSEWHERE = {
 QUARANTINED = """corrupt_or_partial empty_adapter ambiguous_upload unsupported_dtype pickle_refused unsupported_config
     unknown_family base_mismatch malformed_key missing_tensor unexpected_tensor shape_mismatch non_finite
     rank_unsupported no_expert_keys experts_untrained layout_conflict layout_undecided delta_mismatch
-    unresolved_keys refused_by_engine no_effect not_better_than_base not_better_than_wrong control_not_worse"""
+    unresolved_keys refused_by_engine no_effect not_better_than_base not_better_than_wrong control_not_worse
+    reference_mismatch"""
 INCONCLUSIVE = "too_little_text margin_unclear no_opponent_and_no_control"
 WAITING = "incomplete_upload no_heldout unknown_base"
 STOPPED = """store_unavailable engine_unavailable engine_unverified engine_unsupported engine_flag_missing engine_drift
-    source_gone opponent_gone disk_full internal"""
+    source_gone opponent_gone disk_full internal reference_invalid"""
 
 
 def classes(module: ModuleType) -> Iterator[type[Exception]]:
@@ -83,7 +88,7 @@ def test_the_table_rules_nothing_that_anyone_might_raise() -> None:
 
 
 def test_the_codes_are_those_that_others_read() -> None:
-    codes = [code.value for code in Code] + [code.value for code in verdict.Code]
+    codes = [code.value for code in Code] + [code.value for code in rulings.Code]
     assert sorted(codes) == sorted(set(codes)), "no code in two places"
     assert set(codes) == set(f"{QUARANTINED} {INCONCLUSIVE} {WAITING} {STOPPED}".split())
 

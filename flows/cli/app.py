@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 
 from cyclopts import App, Group
 
-from flows.cli import convert, migrate, operate, policy, query, submit
+from flows.cli import check, convert, matrix, migrate, operate, policy, qualify, query, rejudge, score, submit
 from flows.cli.errors import UNAVAILABLE, explain
 from flows.cli.output import emit_json, note
 
@@ -53,11 +54,20 @@ policies.command(policy.policy_clear, name="clear")
 app.command(base)
 app.command(heldout)
 app.command(submit.submit, group=HAND_IN)
-for group, commands in {
-    OFFLINE: (convert.inspect, convert.convert, convert.check, migrate.migrate),
+GROUPED: dict[Group, tuple[Callable[..., int | None], ...]] = {
+    OFFLINE: (convert.inspect, convert.convert, check.check, score.score, migrate.migrate),
     ASK: (query.ready, query.show, query.why, query.sql, query.status),
-    OPERATE: (operate.up, operate.down, operate.sync, operate.rebuild),
-}.items():
+    OPERATE: (
+        operate.up,
+        operate.down,
+        qualify.qualify,
+        rejudge.rejudge,
+        operate.sync,
+        operate.rebuild,
+        matrix.matrix,
+    ),
+}
+for group, commands in GROUPED.items():
     for command in commands:
         app.command(command, group=group)
 app.command(policies)

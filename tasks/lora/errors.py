@@ -67,6 +67,12 @@ class EscapingPath(AdapterError):
     ADVICE = "Upload real files (cp -L follows links)."
 
 
+class MisspeltFile(AdapterError):
+    """A file has the name of one that is read, in other letters, so that it would be passed over."""
+
+    ADVICE = "Rename the file: these names are read as they are spelt, in small letters."
+
+
 class UnreadableName(AdapterError):
     """A file's name is no text in UTF-8, so that nothing can be said of it or kept under it."""
 
@@ -163,6 +169,15 @@ class NoExpertKeys(AdapterError):
     ADVICE = "The experts were never targeted; list them in target_parameters and train again."
 
 
+class IntentUnmet(AdapterError):
+    """A class of tensors that the upload says was to be trained has none."""
+
+    ADVICE = (
+        "The trainer's targets did not reach it: list its modules and train again, or correct intended_targets in "
+        "training.json if it was not meant."
+    )
+
+
 class MixedForms(AdapterError):
     """The experts are stored in more than one way: stacked, per expert or 3-d."""
 
@@ -246,6 +261,15 @@ class DeltaMismatch(AdapterError):
     ADVICE = "This is a fault of the conversion: report it with the adapter."
 
 
+class MergedMismatch(DeltaMismatch):
+    """The trainer's merged checkpoint is another model than its base with this adapter as it was read."""
+
+    ADVICE = (
+        "Either the merge is of another adapter or another program's reading, or the factors were damaged after the "
+        "merge: merge the uploaded files again with the program that trained them, and submit both."
+    )
+
+
 # The engine
 
 
@@ -255,6 +279,18 @@ class UnresolvedKeys(AdapterError):
     ADVICE = (
         "This vLLM cannot serve those factors of this model: train without those modules, or serve the base with a "
         "class that has them (`architectures` in its config.json)."
+    )
+
+
+# What the trainer gave to compare with
+
+
+class ReferenceInvalid(AdapterError):
+    """The trainer's merged checkpoint, or the base's weights, cannot be trusted: the adapter is not judged by them."""
+
+    ADVICE = (
+        "This says nothing against the adapter: merge it again with a program that really merges its experts, or leave "
+        "merged_checkpoint out of training.json."
     )
 
 
@@ -271,3 +307,31 @@ class DestinationExists(Exception):
 
     def __str__(self) -> str:
         return f"{self.destination} exists and is not empty. Remove it or name another folder."
+
+
+class WeightsIncomparable(Exception):
+    """A checkpoint's weights are stored in a way that nothing can be compared with; says nothing of any adapter."""
+
+    def __init__(self, checkpoint: str, where: str, found: str) -> None:
+        """Keep the facts."""
+        self.checkpoint = checkpoint
+        self.where = where
+        self.found = found
+        super().__init__(checkpoint, where, found)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpoint}: {self.where}: found {self.found}. Only weights as trained can be compared."
+        )
+
+
+class DeviceMissing(Exception):
+    """Deltas are to be materialised on a device that is not there."""
+
+    def __init__(self, device: str) -> None:
+        """Keep the device."""
+        self.device = device
+        super().__init__(device)
+
+    def __str__(self) -> str:
+        return f"torch sees no {self.device} device here. Check on another machine, or with --device cpu."
