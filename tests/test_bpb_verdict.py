@@ -296,6 +296,17 @@ def test_the_reason_for_a_wrong_packing_shows_both_scores() -> None:
     assert scores["control"] < scores["own"]
 
 
+@pytest.mark.parametrize("kind", [ControlKind.OTHER_PACKING, ControlKind.DISPLACED_EXPERTS])
+def test_a_control_that_is_less_bad_than_own_names_no_cause(kind: ControlKind) -> None:
+    """Another author's adapter is worse than base under both readings, so neither is the right one."""
+    measurement = build(GOOD | {"own": 2.527, "control": 2.47}, spread=0.0)
+    scores = {one.label: one.bpb for one in ruled(measurement).bpb}
+    assert scores["base"] < scores["control"] < scores["own"]
+    verdict = decide(measurement, opponents_available=True, thresholds=Thresholds(), control_kind=kind)
+    assert verdict.code is Code.CONTROL_NOT_WORSE
+    assert verdict.reason.endswith("neither is of use for these texts")
+
+
 @pytest.mark.parametrize(
     ("kind", "control", "says"),
     [

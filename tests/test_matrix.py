@@ -572,6 +572,7 @@ def settings(three: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return three
 
 
+@pytest.mark.real
 def test_the_flow_puts_the_page_on_its_run(settings: Bench, prefect_server: None) -> None:
     from prefect.client.orchestration import get_client
 

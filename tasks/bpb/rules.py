@@ -153,8 +153,9 @@ def _rule_quarantine(case: Case) -> Ruling | None:
         reasons[Code.NO_EFFECT] = say_no_effect(table)
     if CONTROL in failing:
         is_better = failing[CONTROL].upper < -case.allowance
+        is_of_use = table.bpb_of(BASE) - table.bpb_of(CONTROL) > floor
         reasons[Code.CONTROL_NOT_WORSE] = say_control_not_worse(
-            table, is_control_better=is_better, kind=case.control_kind
+            table, is_control_better=is_better, is_control_of_use=is_of_use, kind=case.control_kind
         )
     if BASE in failing:
         reasons[Code.NOT_BETTER_THAN_BASE] = say_not_better(table, failing[BASE], floor)

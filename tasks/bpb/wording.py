@@ -56,20 +56,21 @@ def say_no_effect(table: Table) -> str:
     )
 
 
-def say_control_not_worse(table: Table, *, is_control_better: bool, kind: ControlKind | None) -> str:
-    """For control_not_worse."""
+def say_control_not_worse(
+    table: Table, *, is_control_better: bool, is_control_of_use: bool, kind: ControlKind | None
+) -> str:
+    """For control_not_worse. is_control_of_use: better than base; only then does a better control name the cause."""
     control, own = f"{table.bpb_of(CONTROL):.4f}", f"{table.bpb_of(OWN):.4f}"
     base = f"(bits per byte; base {table.bpb_of(BASE):.4f})"
+    useless = "neither is of use for these texts"
     match kind:
         case ControlKind.OTHER_PACKING:
-            so = "the declared packing is wrong" if is_control_better else "its experts make no difference"
+            so = "the declared packing is wrong" if is_control_of_use else useless
+            so = so if is_control_better else "its experts make no difference"
             return f"read with the other packing it scores {control}, as declared {own} {base}: {so}"
         case ControlKind.DISPLACED_EXPERTS:
-            so = (
-                "its experts are in the wrong places"
-                if is_control_better
-                else "its experts make no difference"
-            )
+            so = "its experts are in the wrong places" if is_control_of_use else useless
+            so = so if is_control_better else "its experts make no difference"
             return f"with each expert displaced by one it scores {control}, as given {own} {base}: {so}"
         case None:
             return f"its control scores {control}, as declared {own} {base}: own has to be better"
