@@ -117,6 +117,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", FAULTS)
 def test_no_fault_of_the_server_is_taken_for_the_adapters(
     played: tuple[Desk, FaultyServer], name: str

@@ -195,6 +195,7 @@ def test_a_finished_matrix_asks_the_engine_for_nothing(three: Bench) -> None:
     assert three.engine.calls == [] and three.leases == []
 
 
+@pytest.mark.real
 def test_one_more_author_costs_one_row_and_one_column(three: Bench) -> None:
     three.measure()
     three.serve(*THREE, "dyer")
@@ -234,6 +235,7 @@ def test_a_sample_is_some_of_the_larger_one_and_always_has_own(bench: Bench) -> 
     )
 
 
+@pytest.mark.real
 def test_a_sample_is_the_newest_only_where_no_whole_one_of_its_space_is(three: Bench) -> None:
     def newest() -> MatrixDocument | None:
         return read_newest_matrix(three.store, BASE)
@@ -343,6 +345,7 @@ def test_drift_while_it_measures_removes_what_it_measured(three: Bench) -> None:
     assert "removed again" in str(drift.value) and three.stored() == []
 
 
+@pytest.mark.real
 def test_drift_since_the_last_run_asks_for_fresh_cells(three: Bench) -> None:
     with pytest.raises(Killed):
         three.measure(progress=stop_after(4))
@@ -353,6 +356,7 @@ def test_drift_since_the_last_run_asks_for_fresh_cells(three: Bench) -> None:
     assert document.cells == 12 and document.texts[0].base_bpb == pytest.approx(2.5, rel=0.06)
 
 
+@pytest.mark.real
 def test_another_engine_ends_it_and_measures_in_its_own_space(three: Bench) -> None:
     other = engine_of().model_copy(update={"max_loras": 3})
 
@@ -379,6 +383,7 @@ def test_an_engine_that_goes_away_leaves_what_was_measured(three: Bench) -> None
     assert three.measure().cells == 12
 
 
+@pytest.mark.real
 def test_an_adapter_that_cannot_be_loaded_is_left_out(three: Bench) -> None:
     three.engine.on_load = OnLoad("bay@", lambda name: EngineRefused(name, "/served/bay", 400, "no"))
     document = three.measure()
@@ -389,6 +394,7 @@ def test_an_adapter_that_cannot_be_loaded_is_left_out(three: Bench) -> None:
     assert any("bay is left out" in line for line in three.said)
 
 
+@pytest.mark.real
 def test_what_is_gone_or_damaged_is_left_out_and_told(three: Bench) -> None:
     three.store.delete(serving_prefix("ash", digest("output ash")) + "adapter_model.safetensors")
     three.store.put(manifest_key(serving_prefix("bay", digest("output bay"))), b"{}")
@@ -398,6 +404,7 @@ def test_what_is_gone_or_damaged_is_left_out_and_told(three: Bench) -> None:
     assert {one.what for one in three.measure(plan).left_out} == {"bay", "cob/main", "ash"}
 
 
+@pytest.mark.real
 def test_what_a_killed_run_left_loaded_is_forgotten(three: Bench) -> None:
     three.engine.load("zed@0123456789abcdef", "/elsewhere", is_3d=False)
     three.measure()
@@ -419,6 +426,7 @@ def generate(bench: Bench, generation: Generation, **options: object) -> MatrixD
     )
 
 
+@pytest.mark.real
 def test_what_adapters_write_is_attributed_among_all_of_them(three: Bench) -> None:
     """The scripted engine hears whose words come first in a prompt: those of the prompt's own author."""
     three.engine.bpb |= {("cob", "bay"): 1.5}
@@ -475,6 +483,7 @@ def test_the_engine_is_asked_for_the_ids_it_draws() -> None:
             engine.continue_prompts("ash@1", [(1, 2)], **asked)
 
 
+@pytest.mark.real
 def test_what_was_written_is_not_written_again(three: Bench) -> None:
     generation = Generation(seeds=2, prompts=3, max_tokens=30)
     first = generate(three, generation)
@@ -494,6 +503,7 @@ def test_an_adapter_without_a_short_prompt_writes_nothing(three: Bench) -> None:
     assert found is not None and found.right.total == 0, "nothing was written"
 
 
+@pytest.mark.real
 def test_the_cost_of_writing_is_told_at_most(three: Bench) -> None:
     plan, generation = three.plan(), Generation(seeds=2, prompts=3, max_tokens=30)
     samples, tokens = generation_cost(plan, generation)
