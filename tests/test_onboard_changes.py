@@ -11,9 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline_builders import BASE, Desk, OnLoad, add_tiny_base, spoil_by_removing_a_factor
+from pipeline_builders import (
+    BASE,
+    Desk,
+    OnLoad,
+    add_tiny_base,
+    qualify_on_paper,
+    spoil_by_removing_a_factor,
+)
 
+from roster.serving_engine import EngineInfo
 from storage.claims import LedgerHandle, open_ledger
+from storage.documents import read_document
 from storage.errors import StoreUnavailable
 from storage.ledger import Outcome, StepKind, SubmissionRef
 from tasks.bpb.engine_errors import EngineRefused, EngineUnavailable
@@ -175,7 +184,7 @@ def test_an_engine_json_that_says_nothing_is_a_stop_on_the_record(desk: Desk, bo
 
 
 def test_scores_of_two_engines_are_not_one_measurement(desk: Desk) -> None:
-    """The engine comes back with other settings while a run scores on it."""
+    """The engine comes back with other settings while a run scores on it, and has to be qualified anew."""
     key = f"engines/{BASE}.json"
 
     def restart(_: str) -> None:
@@ -185,6 +194,8 @@ def test_scores_of_two_engines_are_not_one_measurement(desk: Desk) -> None:
     desk.engine.on_load = OnLoad("elm@", restart)
     assert desk.ready("elm").name == "Stopped: engine_drift"
     desk.engine.on_load = {}
+    assert desk.run("elm").name == "Stopped: engine_unverified"
+    qualify_on_paper(desk.store, read_document(desk.store, key, EngineInfo)[0])
     assert desk.run("elm").name == "Ready"
 
 
