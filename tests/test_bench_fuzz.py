@@ -36,6 +36,8 @@ from tasks.lora.files import WEIGHTS_NAME, open_adapter
 from tasks.lora.header import parse_header
 from tasks.lora.patterns import PatternTable, compile_key
 
+pytestmark = pytest.mark.real  # the bench in small
+
 BASE = KnownBase(make_base())
 
 

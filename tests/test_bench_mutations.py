@@ -25,6 +25,7 @@ from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.plan import plan_control, plan_conversion
 from tasks.lora.target import TargetFormat
 
+pytestmark = pytest.mark.real  # the bench in small
 RESULT = Path(__file__).resolve().parent.parent / "bench" / "results" / "mutations.json"
 
 

@@ -48,6 +48,7 @@ from tasks.bpb.reference_errors import (
 from tasks.bpb.reference_files import ExpertPacking, digest_weights, read_heldout_file, read_stated_packing
 from tasks.bpb.reference_model import ReferenceModel
 
+pytestmark = pytest.mark.real  # no server is real here, but models are
 RANK_MAJOR, GROUPED = ExpertPacking.RANK_MAJOR, ExpertPacking.GROUPED_BY_EXPERT
 PROSE = "Höre, mein Herz: 30 €, 雪 und ein 🦊."
 

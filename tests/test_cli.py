@@ -1034,6 +1034,7 @@ def test_wrong_usage_is_one_line_that_leads_to_help(offline: Roster, arguments: 
 # Stopped half way
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_conversion_that_is_stopped_leaves_nothing(desk: Path, number: signal.Signals) -> None:
     """The program itself, stopped by a real signal in the middle of writing."""

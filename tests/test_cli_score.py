@@ -33,6 +33,8 @@ from tasks.bpb.protocol import BosRule
 from tasks.bpb.reference_files import ExpertPacking, read_units_file
 from tasks.bpb.reference_model import ReferenceModel
 
+pytestmark = pytest.mark.real  # models are real
+
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 QUALITY = {"own": 2.1, "control": 2.39, "wrong": 2.5}
 DIGEST = "5" * 64

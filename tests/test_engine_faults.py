@@ -1,7 +1,7 @@
 """Faults of the engine, injected: none makes an adapter ready, none has a good one quarantined.
 
 Once through a scripted server behind vLLM's routes, whose client is the real one, and once through a scripted scorer.
-The adapter is a good one throughout, and without a fault it is ready. What takes many runs is in the real tier.
+The adapter is a good one throughout, and without a fault it is ready.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from tasks.opponents import candidate_name
 from tasks.poison import DEATH
 from tasks.sweeping import list_due
 
+pytestmark = pytest.mark.real  # no server is real here, but the runs take half a minute
 GOOD, OTHER = "birch", "alder"
 UNIT = "number 5."  # in one held-out text of 24
 NAN = "Out of range float values are not JSON compliant: nan"
@@ -117,7 +118,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("name", FAULTS)
 def test_no_fault_of_the_server_is_taken_for_the_adapters(
     played: tuple[Desk, FaultyServer], name: str
@@ -293,7 +293,6 @@ def test_an_adapter_that_kills_two_engines_which_a_ready_one_survived_is_refused
     server.lingers = False
 
 
-@pytest.mark.real
 def test_engines_that_a_ready_adapter_does_not_survive_either_prove_nothing(
     played: tuple[Desk, FaultyServer],
 ) -> None:
@@ -336,7 +335,6 @@ def test_an_engine_short_of_memory_is_no_evidence(played: tuple[Desk, FaultyServ
     assert not any(DEATH in step.result for step in scored_steps(desk, "gorse"))
 
 
-@pytest.mark.real
 def test_only_a_ready_adapter_of_its_size_goes_first(
     played: tuple[Desk, FaultyServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +354,6 @@ def test_only_a_ready_adapter_of_its_size_goes_first(
     assert [one.author for one in list_due(desk.store, now=later, grace_s=0) if one.author == "hazel"]
 
 
-@pytest.mark.real
 def test_an_opponent_that_kills_engines_is_passed_over(played: tuple[Desk, FaultyServer]) -> None:
     desk, server = played
     submit(desk, "iris")

@@ -169,6 +169,7 @@ def stop_after(cells: int):  # type: ignore[no-untyped-def]
     return progress
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("cells", [2, 11])
 def test_a_killed_matrix_goes_on_at_the_next_cell(three: Bench, measured: Measured, cells: int) -> None:
     plan = three.plan()
@@ -187,6 +188,7 @@ def test_a_killed_matrix_goes_on_at_the_next_cell(three: Bench, measured: Measur
     assert figures(resumed) == figures(measured.document)
 
 
+@pytest.mark.real
 def test_a_finished_matrix_asks_the_engine_for_nothing(three: Bench) -> None:
     first = three.measure()
     three.engine.calls.clear()
@@ -207,6 +209,7 @@ def test_one_more_author_costs_one_row_and_one_column(three: Bench) -> None:
     }
 
 
+@pytest.mark.real
 def test_a_text_of_other_words_is_measured_again(three: Bench) -> None:
     three.measure()
     three.heldout("bay", units=4)
@@ -252,6 +255,7 @@ def test_a_sample_is_the_newest_only_where_no_whole_one_of_its_space_is(three: B
     assert found is not None and found.matrix_id == sampled.matrix_id
 
 
+@pytest.mark.real
 def test_only_some_authors_are_asked_for(three: Bench) -> None:
     document = three.measure(three.plan(authors=("bay", "cob")))
     assert [adapter.author for adapter in document.adapters] == ["bay", "cob"]
@@ -281,6 +285,7 @@ def test_an_adapter_of_two_authors_is_nobodys_wrong_one_among_them(bench: Bench)
     }
 
 
+@pytest.mark.real
 def test_pen_names_and_equal_bytes_are_kin(three: Bench) -> None:
     config = json.dumps(base_fields()).encode()
     document = BaseDocument(
@@ -296,6 +301,7 @@ def test_pen_names_and_equal_bytes_are_kin(three: Bench) -> None:
     assert len(three.plan(sample=2).cells) == 3 + (2 + 3 + 2), "kin are not drawn"
 
 
+@pytest.mark.real
 def test_the_hardest_others_of_an_author_are_told(three: Bench) -> None:
     three.engine.bpb |= {("cob", "ash"): 2.04, ("bay", "ash"): 2.3}
     document = three.measure()
@@ -311,6 +317,7 @@ def test_the_hardest_others_of_an_author_are_told(three: Bench) -> None:
     assert newest.list_margins("nobody") == ()
 
 
+@pytest.mark.real
 def test_a_text_that_another_fits_better_is_named(three: Bench) -> None:
     three.engine.bpb |= {("cob", "ash"): 1.5}
     document = three.measure()
@@ -320,6 +327,7 @@ def test_a_text_that_another_fits_better_is_named(three: Bench) -> None:
     assert document.pairs[0].taken == 5 and document.pairs[0].margin < 0
 
 
+@pytest.mark.real
 def test_a_void_unit_counts_for_nobody(three: Bench) -> None:
     model = f"bay@{digest('output bay')[:16]}"
     three.engine.bad = (BadValue(model, 4, math.nan, marker="ash wrote c"),)
@@ -331,6 +339,7 @@ def test_a_void_unit_counts_for_nobody(three: Bench) -> None:
 # What the engine does.
 
 
+@pytest.mark.real
 def test_drift_while_it_measures_removes_what_it_measured(three: Bench) -> None:
     three.engine.bpb = {**own_is_best(*THREE)}
     plan = three.plan()
@@ -373,6 +382,7 @@ def test_another_engine_ends_it_and_measures_in_its_own_space(three: Bench) -> N
     assert len(three.plan().pending) == 12
 
 
+@pytest.mark.real
 def test_an_engine_that_goes_away_leaves_what_was_measured(three: Bench) -> None:
     gone = EngineUnavailable("http://127.0.0.1:9", "POST /v1/completions", "HTTP 500")
     three.engine.on_logprobs = {f"bay@{digest('output bay')[:16]}": gone}
@@ -448,6 +458,7 @@ def test_what_adapters_write_is_attributed_among_all_of_them(three: Bench) -> No
     assert plain.texts == document.texts, "what was written is no part of the matrix"
 
 
+@pytest.mark.real
 def test_a_continuation_is_scored_after_its_prompt_and_by_its_own_tokens(three: Bench) -> None:
     plan = three.plan()
     generate(three, Generation(seeds=1, prompts=2, max_tokens=30))
@@ -494,6 +505,7 @@ def test_what_was_written_is_not_written_again(three: Bench) -> None:
     assert [call for call, _ in three.engine.calls].count("continue") == 3 * 3
 
 
+@pytest.mark.real
 def test_an_adapter_without_a_short_prompt_writes_nothing(three: Bench) -> None:
     found = generate(three, Generation(seeds=1, prompts=3, max_tokens=510)).generated
     assert found is not None and (found.right.total, found.right.share, found.per_author) == (0, None, {})
@@ -518,6 +530,7 @@ def test_the_cost_of_writing_is_told_at_most(three: Bench) -> None:
 # What it costs, and what it refuses.
 
 
+@pytest.mark.real
 def test_the_cost_is_known_before_it_starts(three: Bench) -> None:
     plan = three.plan()
     texts = {
