@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from loopback_server import LoopbackServer
 
 from roster.serving_engine import engine_command, engine_environment
 from tasks.bpb.engine import Engine
@@ -123,7 +125,7 @@ class Reply:
     reset: bool = False
 
 
-class ScriptedEngine:
+class ScriptedEngine(LoopbackServer):
     """A server on loopback that plays back replies per "METHOD /path", the last of each again and again."""
 
     def __init__(self, script: dict[str, list[Reply]]) -> None:
@@ -144,18 +146,7 @@ class ScriptedEngine:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> ScriptedEngine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Handler)
 
     def answer(self, handler: BaseHTTPRequestHandler, method: str) -> None:
         raw = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
+from loopback_server import LoopbackServer
 from scripted_scorer import ScriptedScorer
 
 MAX_LEN = 512
 Answer = tuple[int, dict[str, Any]]
 
 
-class ScriptedServer:
+class ScriptedServer(LoopbackServer):
     """A server on loopback for bases of one mean of bits per byte.
 
     score: mean bits per byte of an adapter on an author's text, from the adapter's name and that author; None for
@@ -64,18 +65,7 @@ class ScriptedServer:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Handler)
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer | None:
         """What goes out for a request; None drops the connection instead."""
