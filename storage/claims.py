@@ -21,7 +21,7 @@ from storage.errors import (
     PreconditionFailed,
     StoreUnavailable,
 )
-from storage.keys import LEDGERS, ledger_key, parse_ledger_key
+from storage.keys import LEDGERS, ledger_key, ledger_prefix, parse_author_record_key, parse_ledger_key
 from storage.ledger import TERMINAL, Claim, Ledger, Outcome, Step, StepKind, SubmissionRef
 from storage.objects import ObjectInfo
 from storage.s3 import S3Store
@@ -235,6 +235,16 @@ def list_ledgers(store: S3Store) -> Iterator[ObjectInfo]:
     Raises StoreUnavailable, StoreNotTrusted.
     """
     return (found for found in store.list_objects(LEDGERS) if parse_ledger_key(found.key) is not None)
+
+
+def list_records(store: S3Store, author: str | None = None) -> Iterator[ObjectInfo]:
+    """Yield every adapter's ledger and every author's record as the store lists them, of one author or of all.
+
+    Raises InvalidName, StoreUnavailable, StoreNotTrusted.
+    """
+    for found in store.list_objects(LEDGERS if author is None else ledger_prefix(author)):
+        if parse_ledger_key(found.key) is not None or parse_author_record_key(found.key) is not None:
+            yield found
 
 
 def _read(store: S3Store, key: str) -> tuple[Ledger, str]:

@@ -218,6 +218,30 @@ class UnknownBase(StorageError):
         self.known = tuple(known)
 
 
+class BaseUndecided(StorageError):
+    """Files that came without a marker name no base that is registered. They wait."""
+
+    def __init__(self, author: str, run: str, stated: str | None, where: str, known: Sequence[str]) -> None:
+        found = f"no base in {where}" if stated is None else f"{stated[:200]!r} in {where}"
+        name = "NAME" if stated is None else repr(stated[:200])
+        super().__init__(
+            f"{author}/{run}: expected its files to name a registered base ({', '.join(known) or 'there is none'}), "
+            f"found {found}. Register the base under that name (`roster base add … --alias {name}`), or put a "
+            'training.json with "base" beside the files, or name the base with '
+            f"`roster submit DIR --author {author} --base BASE`.",
+            author,
+            run,
+            stated,
+            where,
+            tuple(known),
+        )
+        self.author = author
+        self.run = run
+        self.stated = stated
+        self.where = where
+        self.known = tuple(known)
+
+
 class NoWeights(StorageError):
     """A directory that should hold a base's weights holds no weight file."""
 
@@ -245,6 +269,29 @@ class HeldoutMissing(StorageError):
         self.author = author
         self.name = name
         self.known = tuple(known)
+
+
+class AuthorRetired(StorageError):
+    """An author's uploads are not taken up, because an operator retired or purged the author. They wait."""
+
+    def __init__(self, author: str, base: str | None, act: str, who: str, at: datetime, why: str) -> None:
+        where = "every base" if base is None else f"base {base}"
+        super().__init__(
+            f"author {author}: expected one whose uploads are taken up, found the {act} of {who} for {where}, "
+            f"{at:%Y-%m-%dT%H:%M:%SZ}: {why.rstrip('.')}. It waits; `roster release {author}` ends that.",
+            author,
+            base,
+            act,
+            who,
+            at,
+            why,
+        )
+        self.author = author
+        self.base = base
+        self.act = act
+        self.who = who
+        self.at = at
+        self.why = why
 
 
 class ClaimHeld(StorageError):

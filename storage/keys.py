@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 
 from storage.errors import InvalidName
 
@@ -11,8 +12,18 @@ UPLOADS = "uploads/"
 LEDGERS = "ledger/"
 BASES = "bases/"
 MARKER_FILE = "_READY.json"
+BEGUN_FILE = "_SUBMITTING"
 TRAINING_FILE = "training.json"
 MANIFEST_FILE = "manifest.json"
+AUTHOR_RECORD_FILE = "_author.json"
+SERVING = "serving/"
+CONTROLS = "control/"
+HELDOUT = "heldout/"
+MATRICES = "matrices/"
+ROSTER = "roster/"
+ROSTER_HISTORY = "roster/history/"
+RESTORING = "_RESTORING"
+"""Stands in a bucket while a backup is restored into it."""
 
 NAME_RULE = "1 to 64 characters out of a-z 0-9 . _ -, the first a letter or digit, no '..'"
 _MAX_NAME = 64
@@ -27,6 +38,11 @@ def check_author(value: str) -> str:
     Raises InvalidName.
     """
     return _check_name("author", value)
+
+
+def is_author(value: str) -> bool:
+    """Tell whether a name keeps the naming rule, as every author's does."""
+    return _NAME.fullmatch(value) is not None and ".." not in value
 
 
 def check_run(value: str) -> str:
@@ -94,25 +110,35 @@ def marker_key(author: str, run: str) -> str:
     return upload_file_key(author, run, MARKER_FILE)
 
 
+def begun_key(author: str, run: str) -> str:
+    """Return the key of what stands beside the files while a submission sends them."""
+    return upload_file_key(author, run, BEGUN_FILE)
+
+
 def training_key(author: str, run: str) -> str:
     """Return the key of the trainer's own statement."""
     return upload_file_key(author, run, TRAINING_FILE)
 
 
-def parse_marker_key(key: str) -> tuple[str, str] | None:
-    """Return (author, run) of a marker's key, or None for any other key.
+def split_upload_key(key: str) -> tuple[str, str, str] | None:
+    """Return (author, run, rest) of a key under an upload's prefix, as they are spelt; None for any other key.
 
-    Raises InvalidName for a marker under a prefix whose author or run breaks the naming rule.
+    The rest is a file's name, or for a file in a folder its path.
     """
-    author, run, name = _parts(key, UPLOADS, 3)
-    if name != MARKER_FILE:
+    parts = key.removeprefix(UPLOADS).split("/", 2)
+    if not key.startswith(UPLOADS) or len(parts) != 3 or not parts[2]:
         return None
-    return check_author(author), check_run(run)
+    return parts[0], parts[1], parts[2]
+
+
+def is_upload_name(author: str, run: str) -> bool:
+    """Tell whether both names keep the naming rule."""
+    return is_author(author) and is_author(run)
 
 
 def heldout_prefix(author: str) -> str:
     """Return the prefix under which one author's held-out sets lie."""
-    return f"heldout/{check_author(author)}/"
+    return f"{HELDOUT}{check_author(author)}/"
 
 
 def heldout_key(author: str, name: str) -> str:
@@ -122,7 +148,7 @@ def heldout_key(author: str, name: str) -> str:
 
 def parse_heldout_key(key: str) -> tuple[str, str] | None:
     """Return (author, name) of a held-out set's key, or None for any other key."""
-    author, file = _parts(key, "heldout/", 2)
+    author, file = _parts(key, HELDOUT, 2)
     if not file.endswith(".jsonl"):
         return None
     return author, file.removesuffix(".jsonl")
@@ -168,14 +194,34 @@ def parse_ledger_key(key: str) -> tuple[str, str] | None:
     return author, digest
 
 
+def author_record_key(author: str) -> str:
+    """Return the key of what operators did about an author."""
+    return ledger_prefix(author) + AUTHOR_RECORD_FILE
+
+
+def parse_author_record_key(key: str) -> str | None:
+    """Return the author of an author record's key, or None for any other key."""
+    author, file = _parts(key, LEDGERS, 2)
+    return author if author and file == AUTHOR_RECORD_FILE else None
+
+
 def serving_prefix(author: str, output_digest: str) -> str:
     """Return the prefix of one converted adapter."""
-    return f"serving/{check_author(author)}/{check_digest(output_digest)}/"
+    return f"{SERVING}{check_author(author)}/{check_digest(output_digest)}/"
 
 
 def control_prefix(author: str, output_digest: str) -> str:
     """Return the prefix of one control, kept only while it is scored."""
-    return f"control/{check_author(author)}/{check_digest(output_digest)}/"
+    return f"{CONTROLS}{check_author(author)}/{check_digest(output_digest)}/"
+
+
+def parse_staged_key(key: str) -> tuple[str, str, str] | None:
+    """Return (author, output digest, prefix) of a key under a serving or control prefix, or None for any other key."""
+    for root in (SERVING, CONTROLS):
+        author, digest, rest = (*key.removeprefix(root).split("/", 2), "", "")[:3]
+        if key.startswith(root) and is_author(author) and rest and _DIGEST.fullmatch(digest) is not None:
+            return author, digest, f"{root}{author}/{digest}/"
+    return None
 
 
 def manifest_key(prefix: str) -> str:
@@ -186,6 +232,21 @@ def manifest_key(prefix: str) -> str:
 def roster_key() -> str:
     """Return the key of what is served now."""
     return "roster/current.json"
+
+
+def roster_history_key(version: int) -> str:
+    """Return the key under which one version of the roster stays."""
+    return f"{ROSTER_HISTORY}{version:08d}.json"
+
+
+def snapshot_key() -> str:
+    """Return the key of the catalog file that is published for readers on other machines."""
+    return "roster/catalog.duckdb"
+
+
+def snapshot_info_key() -> str:
+    """Return the key of what is said about the published catalog file; it is put last."""
+    return "roster/catalog.json"
 
 
 def engine_key(base: str) -> str:
@@ -210,7 +271,7 @@ def matrix_prefix(base: str, space: str) -> str:
     """
     if _ENGINE_ID.fullmatch(space) is None:
         raise InvalidName("matrix space", space, "16 hexadecimal characters in lower case")
-    return f"matrices/{check_base(base)}/{space}/"
+    return f"{MATRICES}{check_base(base)}/{space}/"
 
 
 def matrix_cells_prefix(base: str, space: str) -> str:
@@ -229,9 +290,31 @@ def matrix_samples_key(base: str, space: str, samples: str) -> str:
     return f"{matrix_prefix(base, space)}samples/{check_digest(samples)}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixKey:
+    """What a key under matrices/ is of: a cell of a text and an adapter (None: the base), samples, or a matrix."""
+
+    text: str | None = None
+    output_digest: str | None = None
+    is_samples: bool = False
+    is_document: bool = False
+
+
+def parse_matrix_key(key: str) -> MatrixKey | None:
+    """Return what a key under matrices/ is of, or None for any other key, a picture's among them."""
+    match key.removesuffix(".json").split("/"):
+        case ["matrices", _, _, "cells", text, row] if key.endswith(".json"):
+            return MatrixKey(text=text, output_digest=None if row == "base" else row)
+        case ["matrices", _, _, "samples", _] if key.endswith(".json"):
+            return MatrixKey(is_samples=True)
+        case ["matrices", _, _, _] | ["matrices", _, "newest"] if key.endswith(".json"):
+            return MatrixKey(is_document=True)
+    return None
+
+
 def newest_matrix_key(base: str) -> str:
     """Return the key of the newest matrix of a base's whole roster."""
-    return f"matrices/{check_base(base)}/newest.json"
+    return f"{MATRICES}{check_base(base)}/newest.json"
 
 
 def _parts(key: str, prefix: str, count: int) -> list[str]:

@@ -10,11 +10,19 @@ from pathlib import Path
 
 from storage.bases import list_bases, read_base
 from storage.digests import is_adapter_file, sha256_file
-from storage.documents import encode_document, format_time, put_document, utc_now
-from storage.errors import NameTaken, PreconditionFailed, UploadRaced, UploadRefused
+from storage.documents import encode_document, format_time, put_document, read_document, utc_now
+from storage.errors import (
+    InvalidDocument,
+    NameTaken,
+    ObjectNotFound,
+    PreconditionFailed,
+    UploadRaced,
+    UploadRefused,
+)
 from storage.keys import (
     TRAINING_FILE,
     UPLOADS,
+    begun_key,
     check_author,
     check_base,
     check_run,
@@ -49,7 +57,8 @@ def submit_upload(
 
     Plain files right inside the directory are uploaded; folders and dot files are left out. A `training`
     takes the place of the directory's own training.json. A run may be submitted again: its old marker is
-    taken away first. The base need not be registered yet.
+    taken away first, and `_SUBMITTING` stands there until the new one is put, so that what a broken-off submission
+    leaves is not taken for files that somebody copied. The base need not be registered yet.
 
     Raises InvalidName, NameTaken, UploadRefused for a directory that cannot be an adapter or changes
     meanwhile, InvalidDocument for a training.json that cannot be read, UploadRaced, StoreUnavailable,
@@ -64,12 +73,16 @@ def submit_upload(
     elif (directory / TRAINING_FILE) in paths:
         parse_training(str(directory / TRAINING_FILE), (directory / TRAINING_FILE).read_bytes())
 
+    begun = begun_key(author, run)
+    store.put(begun, b"")
     store.delete(marker_key(author, run))
     tally = Tally(sum(path.stat().st_size for path in paths), progress)
     files = [_send(store, path, upload_file_key(author, run, path.name), tally) for path in paths]
     if training is not None:
         files.append(_send_training(store, training, training_key(author, run)))
-    return _put_marker(store, author, run, base, files, now())
+    marker = _put_marker(store, author, run, base, files, now())
+    store.delete(begun)
+    return marker
 
 
 def _put_marker(
@@ -83,11 +96,23 @@ def _put_marker(
         base=base,
         files=tuple(sorted(files, key=lambda file: file.name)),
     )
+    key = marker_key(author, run)
     try:
-        put_document(store, marker_key(author, run), marker, if_none_match=True)
+        put_document(store, key, marker, if_none_match=True)
     except PreconditionFailed:
-        raise UploadRaced(author, run) from None
+        _replace_adopted(store, key, marker)
     return marker
+
+
+def _replace_adopted(store: S3Store, key: str, marker: UploadMarker) -> None:
+    """Put the marker over one that we wrote meanwhile for the files that lay there; over any other it is a race."""
+    try:
+        found, etag = read_document(store, key, UploadMarker)
+        if not found.adopted:
+            raise UploadRaced(marker.author, marker.run)
+        put_document(store, key, marker, if_match=etag)
+    except (ObjectNotFound, InvalidDocument, PreconditionFailed) as error:
+        raise UploadRaced(marker.author, marker.run) from error
 
 
 def _check_author_is_free(store: S3Store, author: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -22,6 +23,9 @@ def _null_is_silence(value: object) -> object:
 
 
 _SHOWN_KEYS, _SHOWN = 20, 200
+# Where a signature or a token may begin; a `%` may write any of the three.
+_QUERY = re.compile(r"[?#;]|%(?:25)*(?:3f|23|3b)", re.IGNORECASE)
+_SECRET = re.compile(r"(?i)(signature|token|secret|password|credential|access.?key(?:.?id)?)(=|%3d)[^&/\s]*")
 
 Bpb = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 HeldoutRef = Annotated[str, AfterValidator(_check_heldout_ref)]
@@ -64,6 +68,20 @@ class Training(ForeignDocument):
     authors: Annotated[tuple[AuthorName, ...], OrNull] = ()
     reference: Reference | None = None
     merged_checkpoint: str | None = None
+
+
+def redact_uri(uri: str) -> str:
+    """Return an address as it may be recorded and shown: without query, without what a secret may stand in.
+
+    Presigned addresses carry their signature in the query, others a user and password before the host.
+    """
+    shown = _QUERY.split(uri, maxsplit=1)[0]
+    shown += "?…" if len(shown) < len(uri) else ""
+    user, at, place = re.sub("%(?:25)*40", "@", shown).rpartition("@")
+    if at:
+        scheme, slashes, _ = user.partition("://")
+        shown = f"{scheme}://…@{place}" if slashes else f"…@{place}"
+    return _SECRET.sub(r"\1\2…", shown)
 
 
 def _refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:

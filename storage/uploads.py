@@ -26,7 +26,6 @@ from storage.documents import (
 )
 from storage.errors import (
     InvalidDocument,
-    InvalidName,
     ObjectNotFound,
     PreconditionFailed,
     UploadAmbiguous,
@@ -37,13 +36,11 @@ from storage.errors import (
 from storage.keys import (
     MARKER_FILE,
     TRAINING_FILE,
-    UPLOADS,
     marker_key,
-    parse_marker_key,
     training_key,
     upload_file_key,
 )
-from storage.objects import ObjectInfo
+from storage.progress import Progress, Tally
 from storage.s3 import S3Store
 from storage.training import Training, parse_training
 
@@ -64,7 +61,10 @@ class UploadedFile(Document):
 
 
 class UploadMarker(RootDocument):
-    """_READY.json, put last: the upload is complete when every listed file is there."""
+    """_READY.json, put last: the upload is complete when every listed file is there.
+
+    `adopted` says that the files came without one, and that it was written by us once they were settled.
+    """
 
     submitted_at: UtcTime
     submission: Submission
@@ -72,6 +72,14 @@ class UploadMarker(RootDocument):
     run: RunName
     base: BaseName
     files: tuple[UploadedFile, ...]
+    # Left out where it is false: markers of trainers stay as they were.
+    adopted: bool = Field(False, exclude_if=lambda value: not value)
+
+    @property
+    def adapter_digest(self) -> str:
+        """Return what the adapter's own files are by this marker; it may list none."""
+        own = (one for one in self.files if is_adapter_file(one.name))
+        return directory_digest(FileDigest(one.name, one.bytes, one.sha256) for one in own)
 
     @model_validator(mode="after")
     def _submission_is_of_its_time(self) -> Self:
@@ -113,42 +121,6 @@ class Upload:
         return tuple(file for file in self.files if is_adapter_file(file.digest.name))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyUpload:
-    """An upload whose marker is in the store."""
-
-    author: str
-    run: str
-    marker: ObjectInfo
-
-
-@dataclass(frozen=True, slots=True)
-class UploadListing:
-    """What lies under uploads/: the uploads with a marker, and those under names that we must refuse."""
-
-    ready: tuple[ReadyUpload, ...]
-    misnamed: tuple[ReadyUpload, ...]
-
-
-def list_uploads(store: S3Store) -> UploadListing:
-    """Return every upload that has a marker.
-
-    Raises StoreUnavailable, StoreNotTrusted.
-    """
-    ready: list[ReadyUpload] = []
-    misnamed: list[ReadyUpload] = []
-    for found in store.list_objects(UPLOADS):
-        try:
-            names = parse_marker_key(found.key)
-        except InvalidName:
-            _, author, run, _ = found.key.split("/")
-            misnamed.append(ReadyUpload(author, run, found))
-            continue
-        if names is not None:
-            ready.append(ReadyUpload(*names, found))
-    return UploadListing(tuple(ready), tuple(misnamed))
-
-
 def read_upload(store: S3Store, author: str, run: str) -> Upload:
     """Return an upload that is there as its marker says, each file pinned to its ETag.
 
@@ -162,10 +134,9 @@ def read_upload(store: S3Store, author: str, run: str) -> Upload:
         raise UploadIncomplete(author, run, f"{MARKER_FILE} is not there yet") from None
     if (marker.author, marker.run) != (author, run):
         raise InvalidDocument(key, f"it is the marker of {marker.author}/{marker.run}")
-    own = [file for file in marker.files if is_adapter_file(file.name)]
-    if not own:
+    if not any(is_adapter_file(file.name) for file in marker.files):
         raise InvalidDocument(key, "it lists neither adapter_config.json nor a weight file")
-    digest = directory_digest(FileDigest(file.name, file.bytes, file.sha256) for file in own)
+    digest = marker.adapter_digest
     fault = file_names_fault(file.name for file in marker.files)
     if fault is not None:
         stated = {file.name: file.sha256 for file in marker.files}.get(TRAINING_FILE)
@@ -174,10 +145,13 @@ def read_upload(store: S3Store, author: str, run: str) -> Upload:
     return _with_training(store, Upload(marker, etag, files, digest))
 
 
-def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[FileDigest, ...]:
+def download_upload(
+    store: S3Store, upload: Upload, directory: Path, progress: Progress | None = None
+) -> tuple[FileDigest, ...]:
     """Write the adapter's own files into a directory, verified, and return their digests.
 
-    The other files of an upload are the trainer's and stay where they are.
+    The other files of an upload are the trainer's and stay where they are. progress: called with the bytes that came
+    and the bytes in all.
 
     Raises UploadAmbiguous if its files cannot be told apart, UploadChanged if it is another by now,
     UploadCorrupt if a file keeps coming with other bytes than its marker says, ObjectNotFound if a file was
@@ -186,7 +160,9 @@ def download_upload(store: S3Store, upload: Upload, directory: Path) -> tuple[Fi
     if upload.ambiguity is not None:
         raise UploadAmbiguous(upload.marker.author, upload.marker.run, upload.ambiguity)
     directory.mkdir(parents=True, exist_ok=True)
-    digests = tuple(_download(store, upload.marker, file, directory) for file in upload.adapter_files)
+    total = sum(file.digest.bytes for file in upload.adapter_files)
+    tally = Tally(total, progress) if progress is not None else None
+    digests = tuple(_download(store, upload.marker, file, directory, tally) for file in upload.adapter_files)
     marker = store.head(marker_key(upload.marker.author, upload.marker.run))
     if marker is None or marker.etag != upload.marker_etag:
         raise UploadChanged(upload.marker.author, upload.marker.run, MARKER_FILE)
@@ -256,14 +232,16 @@ def _with_training(store: S3Store, upload: Upload) -> Upload:
     return replace(stated, training=training, warnings=warnings)
 
 
-def _download(store: S3Store, marker: UploadMarker, file: StoredFile, directory: Path) -> FileDigest:
+def _download(
+    store: S3Store, marker: UploadMarker, file: StoredFile, directory: Path, tally: Tally | None
+) -> FileDigest:
     expected = file.digest
     key = upload_file_key(marker.author, marker.run, expected.name)
     path = directory / expected.name
     found = ""
     for _ in range(_DOWNLOADS):
         try:
-            got = store.download_file(key, path, if_match=file.etag)
+            got = store.download_file(key, path, if_match=file.etag, received=tally)
         except PreconditionFailed:
             raise UploadChanged(marker.author, marker.run, expected.name) from None
         if got.sha256 == expected.sha256:

@@ -115,7 +115,7 @@ class SeaweedFS:
 
 
 @contextmanager
-def start_seaweedfs(directory: Path) -> Iterator[SeaweedFS]:
+def start_seaweedfs(directory: Path, *flags: str) -> Iterator[SeaweedFS]:
     """Yield a SeaweedFS server that keeps its data in a directory; it is stopped on leaving."""
     ports = _free_ports(2 * len(_SEAWEEDFS_PORTS))
     command = [
@@ -131,6 +131,7 @@ def start_seaweedfs(directory: Path) -> Iterator[SeaweedFS]:
         "-s3.port.lance=0",
         "-filer.localSocket=filer.sock",
         "-s3.localSocket=s3.sock",
+        *flags,
     ]
     for name, port, grpc in zip(_SEAWEEDFS_PORTS, ports[::2], ports[1::2], strict=True):
         command += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
@@ -156,6 +157,11 @@ def start_seaweedfs(directory: Path) -> Iterator[SeaweedFS]:
             process.wait()
         for name, grpc in zip(_SEAWEEDFS_PORTS, ports[1::2], strict=True):
             Path(f"/tmp/seaweedfs-{name}-grpc-{grpc}.sock").unlink(missing_ok=True)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    return _free_ports(1)[0]
 
 
 def _free_ports(count: int) -> list[int]:

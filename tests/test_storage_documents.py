@@ -32,7 +32,7 @@ def test_the_documented_examples_round_trip_byte_for_byte(name: str) -> None:
     document = decode_document(name, body, MODELS[name])
     assert encode_document(name, document) == body
     assert set(json.loads(body)) == {
-        field.alias or key for key, field in MODELS[name].model_fields.items()
+        field.alias or key for key, field in MODELS[name].model_fields.items() if not field.exclude_if
     }, "the example shows every key"
 
 

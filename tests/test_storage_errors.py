@@ -30,6 +30,18 @@ EXAMPLES: dict[errors.StorageError, list[str]] = {
         "Submit it again",
     ],
     errors.UnknownBase("tiny", ["big", "huge"]): ["'tiny'", "big, huge", "roster base add tiny"],
+    errors.BaseUndecided("ada", "r1", "Org/Big", "adapter_config.json", ["tiny"]): [
+        "ada/r1: expected its files to name a registered base (tiny)",
+        "found 'Org/Big' in adapter_config.json",
+        "roster base add … --alias 'Org/Big'",
+        'training.json with "base"',
+        "roster submit DIR --author ada --base BASE",
+    ],
+    errors.BaseUndecided("ada", "r1", None, "adapter_config.json", []): [
+        "there is none",
+        "found no base in adapter_config.json",
+        "--alias NAME",
+    ],
     errors.NoWeights("/weights"): ["/weights", "*.safetensors", "found none", "Name the folder"],
     errors.HeldoutMissing("ada", "letters", []): ["ada/letters", "none", "roster heldout add ada letters"],
     errors.ClaimHeld("k", "w1", datetime(2026, 3, 1, 12, 0, tzinfo=UTC)): [
@@ -40,6 +52,13 @@ EXAMPLES: dict[errors.StorageError, list[str]] = {
     ],
     errors.ClaimLost("k", "w1", "w2"): ["k:", "claim of w1", "found w2", "stop"],
     errors.BaseConflict("k", "tiny", "small"): ["k:", "ready for base tiny", "for base small", "train anew"],
+    errors.AuthorRetired(
+        "ada", "tiny", "retire", "mira", datetime(2026, 3, 1, 12, 0, tzinfo=UTC), "she left"
+    ): [
+        "author ada",
+        "the retire of mira for base tiny, 2026-03-01T12:00:00Z: she left.",
+        "roster release ada",
+    ],
     errors.LedgerBusy("k", 100): ["k:", "100 attempts", "changed each time", "Try again"],
 }
 

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +57,7 @@ def test_every_suggestion_is_itself_a_name(text: str) -> None:
 @given(NAMES, NAMES, NAMES)
 def test_keys_parse_back_and_only_as_what_they_are(author: str, run: str, name: str) -> None:
     parsers = {
-        keys.parse_marker_key: (keys.marker_key(author, run), (author, run)),
+        keys.split_upload_key: (keys.marker_key(author, run), (author, run, "_READY.json")),
         keys.parse_heldout_key: (keys.heldout_key(author, name), (author, name)),
         keys.parse_base_document_key: (keys.base_document_key(name), name),
         keys.parse_ledger_key: (keys.ledger_key(author, DIGEST), (author, DIGEST)),
@@ -99,10 +97,13 @@ def test_other_keys_are_no_ledgers(key: str) -> None:
     assert keys.parse_ledger_key(key) is None
 
 
-def test_a_marker_under_a_bad_name_is_an_error_not_silence() -> None:
-    with pytest.raises(InvalidName, match=re.escape("author 'Ada': expected")):
-        keys.parse_marker_key("uploads/Ada/run-1/_READY.json")
-    assert keys.parse_marker_key("uploads/ada/run-1/sub/_READY.json") is None
+def test_an_upload_under_a_bad_name_is_told_from_what_is_none() -> None:
+    names = keys.split_upload_key("uploads/Ada/run-1/_READY.json")
+    assert names == ("Ada", "run-1", "_READY.json") and not keys.is_upload_name(*names[:2])
+    assert not keys.is_upload_name("ada", "a..b") and keys.is_upload_name("ada", "run-1")
+    assert keys.split_upload_key("uploads/ada/run-1/sub/_READY.json") == ("ada", "run-1", "sub/_READY.json")
+    for key in ("uploads/ada/run-1/", "uploads/ada/file", "ledger/ada/run-1/file"):
+        assert keys.split_upload_key(key) is None
 
 
 @pytest.mark.parametrize("digest", ["", "ab", DIGEST.upper(), DIGEST + "0", DIGEST[:-1] + "g", DIGEST + "\n"])

@@ -10,7 +10,6 @@ from store_builders import (
     DIGEST,
     OTHER_DIGEST,
     Clock,
-    failing,
     lose_next_answer,
     make_step,
     make_submission,
@@ -235,10 +234,16 @@ def test_a_ledger_that_never_stands_still_is_an_error(
     store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr("storage.claims._WRITES", 7)
     mine = opened(store)
-    refusal = ClientError({"Error": {"Code": "PreconditionFailed"}, "ResponseMetadata": {}}, "PutObject")
-    mine._store = with_faults(store, put_object=failing(refusal))
-    with pytest.raises(LedgerBusy, match=f"{KEY}: expected to write within 100 attempts"):
+    real_put = store._client.put_object
+
+    def overtaken(**given: Any) -> Any:
+        store.put(KEY, store.get(KEY).body + b" ")
+        return real_put(**given)
+
+    mine._store = with_faults(store, put_object=overtaken)
+    with pytest.raises(LedgerBusy, match=f"{KEY}: expected to write within 7 attempts"):
         mine.claim("w1", 60)
 
 

@@ -9,9 +9,11 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, ReadTimeoutError
 from botocore.response import StreamingBody
 from store_builders import failing, lose_next_answer, memory_store, with_faults
+from urllib3.exceptions import ProtocolError, SSLError
 
 from storage.errors import ObjectNotFound, PreconditionFailed, StorageError, StoreNotTrusted, StoreUnavailable
 from storage.s3 import S3Store
+from storage.trust import probe_store
 
 
 @pytest.fixture
@@ -148,7 +150,7 @@ def test_faults_say_what_is_wrong_and_what_to_do(
 
 
 def test_probe_accepts_a_store_that_keeps_conditions_and_leaves_nothing(store: S3Store) -> None:
-    store.probe()
+    probe_store(store)
     assert list(store.list_objects("")) == []
 
 
@@ -163,7 +165,7 @@ def test_probe_refuses_a_store_that_ignores_conditions(store: S3Store, dropped: 
         store, put_object=lambda **given: real_put(**{k: v for k, v in given.items() if k != dropped})
     )
     with pytest.raises(StoreNotTrusted, match=rf"{probe} must be refused; found: it was accepted") as caught:
-        deaf.probe()
+        probe_store(deaf)
     assert caught.value.endpoint.startswith("https://s3")
     assert list(store.list_objects("")) == []
 
@@ -177,7 +179,7 @@ def test_probe_refuses_a_store_that_refuses_everything_conditional(store: S3Stor
         return real_put(**given)
 
     with pytest.raises(StoreNotTrusted, match="a put whose condition holds must be accepted"):
-        with_faults(store, put_object=put).probe()
+        probe_store(with_faults(store, put_object=put))
 
 
 def test_checksum_headers_are_left_out_for_custom_endpoints() -> None:
@@ -275,3 +277,80 @@ def test_a_fault_of_the_disk_is_its_own_error_and_leaves_no_file(store: S3Store,
     with pytest.raises(IsADirectoryError):
         store.download_file("k", tmp_path / "taken", if_match=etag)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+class _Line(io.BytesIO):
+    """What is read of an answer until the line does something that botocore has no word for."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SSLError("record overflow"), ProtocolError("reset")])
+def test_what_breaks_while_a_body_is_read_is_the_stores_fault(
+    store: S3Store, tmp_path: Path, error: Exception
+) -> None:
+    """Errors of a body come through botocore as urllib3's own, of TLS to this day: boto/boto3 #2902."""
+    etag = store.put("k", b"0123456789")
+    real_get = store._client.get_object
+
+    def get(**given: Any) -> Any:
+        return real_get(**given) | {"Body": StreamingBody(_Line(error), 10)}
+
+    broken = with_faults(store, get_object=get)
+    calls: dict[str, Callable[[], object]] = {
+        "get": lambda: broken.get("k"),
+        "get ": lambda: broken.read_start("k", 3, if_match=etag),
+        "digest": lambda: broken.digest_object("k", if_match=etag),
+        "download": lambda: broken.download_file("k", tmp_path / "file", if_match=etag),
+    }
+    for name, call in calls.items():
+        with pytest.raises(StoreUnavailable, match=rf"{name.strip()} k: .*{error}.*Is it up"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_that_does_not_hold_is_asked_again(store: S3Store) -> None:
+    """409 is of a write that may have failed; 412 may be of one's own, sent again: aws/aws-sdk-java-v2 #6580."""
+    real_put, refusals = store._client.put_object, [True, False, True]
+
+    def put(**given: Any) -> Any:
+        if refusals:
+            if refusals.pop():  # done, and refused on the way when it was sent again
+                real_put(**given)
+                raise answer("PreconditionFailed", 412)
+            raise answer("ConditionalRequestConflict", 409)
+        return real_put(**given)
+
+    refusing = with_faults(store, put_object=put)
+    etag = refusing.put("k", b"first", if_none_match=True)
+    assert store.get("k").info.etag == etag and len(refusals) == 2
+    assert refusing.put("k", b"second", if_match=etag) == store.get("k").info.etag and not refusals
+    assert store.get("k").body == b"second"
+
+
+def test_a_listing_that_lost_its_body_is_not_an_empty_one(store: S3Store) -> None:
+    """botocore makes an empty listing of it, and everything seems to be gone."""
+    store.put("k", b"x")
+    lost: list[int] = [0]
+
+    def lose(response_dict: Any, **_: Any) -> None:
+        if lost[0]:
+            lost[0] -= 1
+            response_dict["headers"]["content-length"] = str(len(response_dict["body"]))
+            response_dict["body"] = b""
+
+    events = store._client.meta.events
+    events.register_first("before-parse.s3.ListObjectsV2", lose)
+    try:
+        lost[0] = 1
+        assert [found.key for found in store.list_objects("")] == ["k"] and lost == [0]
+        lost[0] = 2
+        with pytest.raises(StoreUnavailable, match=r"list : .* 0 of \d+ bytes came"):
+            list(store.list_objects(""))
+    finally:
+        events.unregister("before-parse.s3.ListObjectsV2", lose)

@@ -15,10 +15,11 @@ from storage.errors import (
     UploadRaced,
     UploadRefused,
 )
+from storage.listing import list_uploads
 from storage.s3 import S3Store
 from storage.submit import new_submission
 from storage.training import Training
-from storage.uploads import UploadMarker, list_uploads, read_upload
+from storage.uploads import UploadMarker, read_upload
 
 
 @pytest.fixture

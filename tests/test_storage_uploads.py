@@ -21,10 +21,11 @@ from storage.errors import (
     UploadIncomplete,
 )
 from storage.keys import marker_key, upload_file_key
+from storage.listing import list_uploads
 from storage.objects import ObjectInfo
 from storage.s3 import S3Store
 from storage.training import Training, parse_training
-from storage.uploads import UploadMarker, download_upload, file_names_fault, list_uploads, read_upload
+from storage.uploads import UploadMarker, download_upload, file_names_fault, read_upload
 
 
 @pytest.fixture
