@@ -1,38 +1,45 @@
 """The catalog: one local DuckDB file, a projection of the ledger that can be rebuilt at any time.
 
-This module is the only door to duckdb. A writer never touches the file that readers have open: it works on a
-copy beside it and swaps the copy in with os.replace. So a reader is never blocked and never sees half a sync,
-and a writer killed at any moment leaves the old file as it was.
-
-Readers attach the file to an in-memory instance instead of connecting to its path: a second connect to one
-path in one process answers with the database opened first, even when the file has been replaced since.
-Source: measured with DuckDB 2.0.1.
+This module and `attached`, its reading side, are the only doors to duckdb. A writer never touches the file that
+readers have open: it works on a copy beside it and swaps the copy in with os.replace. So a reader is never blocked
+and never sees half a sync, and a writer killed at any moment leaves the old file as it was.
 """
 
-import hashlib
-import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.resources import files
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import duckdb
 
+from roster.attached import MADE_OF, Attached, attach, is_lock_refused, schema_version, sql_text
 from roster.errors import (
     CatalogChanged,
     CatalogDamaged,
     CatalogHeld,
     CatalogMissing,
+    CatalogNotLocal,
     CatalogSchemaMismatch,
     CatalogWriteFailed,
-    QueryRefused,
 )
+from roster.incoming import BaseText, EngineText, Known, LedgerText, SyncReport
 from roster.lock import sync_lock
 from roster.reader import CatalogReader
-from roster.rows import BaseText, LedgerText, QueryResult, SyncReport
+from roster.swap import (
+    FileMark,
+    beside,
+    file_sha256,
+    mark_of,
+    noted_sum,
+    remove_leftovers,
+    set_aside,
+    swap_in,
+    write_ahead,
+)
 
+_BATCH = 500  # ledgers that are taken in together: some 15 MB of text
 _MACHINE_FAULTS = (
     duckdb.IOException,
     duckdb.FatalException,
@@ -42,295 +49,247 @@ _MACHINE_FAULTS = (
 )
 
 
-def _sql(name: str) -> str:
-    return files("roster").joinpath(name).read_text(encoding="utf-8")
-
-
-def schema_version() -> str:
-    """Return what marks a catalog file as ours: the start of the sha256 over its tables.sql and views.sql.
-
-    Taken from the text, so that no change of a table or a view can be forgotten.
-    """
-    return hashlib.sha256((_sql("tables.sql") + _sql("views.sql")).encode()).hexdigest()[:16]
-
-
-def _flush(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_ahead(path: Path) -> Path:
-    return path.with_name(path.name + ".wal")
-
-
-def _attach(path: Path) -> duckdb.DuckDBPyConnection:
-    """Return a connection that can read the file at `path` as it is now, and nothing else.
-
-    Raises CatalogMissing, CatalogHeld, CatalogDamaged, CatalogSchemaMismatch.
-    """
-    if not path.is_file():
-        raise CatalogMissing(path)
-    if _write_ahead(path).exists():
-        raise CatalogDamaged(
-            path, f"{_write_ahead(path).name}, which another program's writes left beside it"
-        )
-    connection = duckdb.connect(":memory:")
-    try:
-        quoted = str(path).replace("'", "''")
-        connection.execute(f"ATTACH '{quoted}' AS catalog (READ_ONLY)")
-        connection.execute("USE catalog; DETACH memory")
-        connection.execute("SET enable_external_access = false; SET lock_configuration = true")
-        found = connection.execute("SELECT schema_version FROM meta").fetchone()
-    except duckdb.CatalogException as error:
-        connection.close()
-        raise CatalogSchemaMismatch(path, "none", schema_version()) from error
-    except duckdb.Error as error:
-        connection.close()
-        if "Could not set lock" in str(error):
-            raise CatalogHeld(path, str(error)) from error
-        raise CatalogDamaged(path, str(error)) from error
-    if found is None or found[0] != schema_version():
-        connection.close()
-        raise CatalogSchemaMismatch(path, str(found and found[0]), schema_version())
-    return connection
-
-
-_TABLES = ("ledgers", "submissions", "steps", "figures", "bases", "unreadable", "step_versions")
-
-
-def _read_whole(connection: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
-    """Return ledger key → ETag, after reading every block: DuckDB notices damage only where it reads.
-
-    Raises CatalogDamaged.
-    """
-    try:
-        for table in _TABLES:
-            connection.execute(f"SELECT bit_xor(hash(t)) FROM {table} t").fetchall()
-        return _etags(connection)
-    except duckdb.Error as error:
-        raise CatalogDamaged(path, str(error)) from error
-
-
-def _etags(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
-    rows = connection.execute(
-        "SELECT key, etag FROM ledgers "
-        "UNION ALL SELECT key, etag FROM unreadable WHERE key NOT LIKE 'bases/%'"
-    ).fetchall()
-    return dict(rows)
-
-
 class Catalog:
     """The writer's side of the catalog file at `path`. Holds nothing open between calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def known_etags(self) -> dict[str, str]:
-        """Return ledger key → ETag of every ledger object the catalog has, readable or not.
+    def known_etags(self, authors: Collection[str] | None = None) -> Known:
+        """Return ledger key → ETag of every object under `ledger/` that the catalog has, or of these authors'.
 
-        Empty when the file is missing, damaged or of another schema: then the caller reads the whole ledger,
-        and `apply` builds a new file. Another program that holds the file for writing is no hindrance.
+        Without a mark where the file is missing, damaged or of another schema: then the caller reads the whole
+        ledger, and `apply` builds a new file. For all authors every byte of the file is verified; for some only
+        where it was written since the last sync. Another program that holds it for writing is no hindrance.
         """
+        wanted = None if authors is None else frozenset(authors)
+        mark = mark_of(self.path)
         try:
             try:
-                return self._etags_of(self.path)
+                etags = self._etags_of(self.path, wanted, trusted=self._is_whole(mark, look=wanted is None))
             except CatalogHeld:
-                with self._beside() as copy:
+                with beside(self.path) as copy:
                     shutil.copyfile(self.path, copy)
-                    return self._etags_of(copy)
+                    etags = self._etags_of(copy, wanted, trusted=False)
         except (CatalogMissing, CatalogDamaged, CatalogSchemaMismatch):
-            return {}
+            return Known({}, wanted, None)
+        return Known(etags, wanted, mark)
 
     def apply(
         self,
-        ledgers: Sequence[LedgerText],
+        ledgers: Iterable[LedgerText],
         bases: Sequence[BaseText],
+        engines: Sequence[EngineText],
         *,
-        known: Mapping[str, str] | None,
+        known: Known | None,
         removed: Sequence[str],
         step_versions: Mapping[str, str],
         max_opponents: int,
+        serve_stale: bool,
         synced_at: str,
+        wait_s: float = 0,
     ) -> SyncReport:
         """Return what changed, after swapping in a catalog with `ledgers` in and the keys `removed` out.
 
-        `known` is what `known_etags` said when the caller began: `ledgers` are the changes since. A catalog
-        that is no longer so is left alone. `known=None` builds a new file of `ledgers` alone, whatever is
-        there. `bases` are all registered bases each time. `step_versions` maps each step kind to its current
-        code version, `max_opponents` is how many wrong adapters a score uses at most, `synced_at` is now (ISO
-        8601, UTC).
+        `known` is what `known_etags` said when the caller began: `ledgers` (authors' records among them) are the
+        changes since. A catalog that has other ledgers by now is left alone. `known=None` builds a new file of
+        `ledgers` alone, whatever is there. They are asked for one after the other, while the lock is held, and never
+        kept together in memory: what their iterator raises ends the sync, and the old file stands.
+
+        `bases` and `engines` are all there are, each time. `step_versions` maps each step kind to its current code
+        version, `max_opponents` is how many wrong adapters a score uses at most, `serve_stale` whether verdicts of
+        another version of the code are served, `synced_at` is now (ISO 8601, UTC). Another sync is waited for
+        `wait_s` seconds.
 
         Raises CatalogBusy, CatalogNotLocal, CatalogChanged, CatalogWriteFailed, and OSError (disk full).
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with sync_lock(self.path):
-            self._remove_leftovers()
-            with self._beside() as fresh:
-                rebuilt, current = self._begin(fresh, anew=known is None)
-                if known is not None and current != known:
-                    raise CatalogChanged(self.path, sorted(k for k, _ in current.items() ^ known.items()))
-                incoming = {ledger.key: ledger for ledger in ledgers}
-                gone = [key for key in dict.fromkeys(removed) if key in current and key not in incoming]
+        with sync_lock(self.path, wait_s):
+            remove_leftovers(self.path)
+            with beside(self.path) as fresh:
+                etags = {} if known is None else known.etags
+                rebuilt = self._begin(fresh, known)
+                gone = [key for key in dict.fromkeys(removed) if key in etags]
                 try:
+                    if rebuilt is not None:
+                        fresh.write_bytes(_empty_catalog())
                     with duckdb.connect(str(fresh)) as connection:
-                        if rebuilt is not None:
-                            connection.execute(_sql("tables.sql"))
-                            connection.execute(_sql("views.sql"))
-                        _load(connection, list(incoming.values()), bases, gone)
-                        _describe(connection, step_versions, max_opponents, synced_at)
-                        connection.execute("COMMIT; CHECKPOINT")
+                        connection.execute("BEGIN")
+                        incoming = _load(connection, ledgers, bases, engines, gone)
+                        _describe(connection, step_versions, max_opponents, serve_stale, synced_at)
+                        connection.execute(sql_text("serve.sql") + "COMMIT; CHECKPOINT")
                         (total,) = connection.execute("SELECT count(*) FROM ledgers").fetchall()[0]
                         unreadable = connection.execute(
                             "SELECT key || ': ' || reason FROM unreadable ORDER BY 1"
                         )
                         refused = tuple(text for (text,) in unreadable.fetchall())
                 except _MACHINE_FAULTS as error:
+                    if is_lock_refused(error):  # nobody else has a file of that name
+                        raise CatalogNotLocal(self.path, str(error)) from error
                     raise CatalogWriteFailed(self.path, str(error)) from error
-                self._swap_in(fresh)
+                swap_in(fresh, self.path)
         return SyncReport(
-            added=sum(key not in current for key in incoming),
-            changed=sum(key in current for key in incoming),
-            removed=len(gone),
+            added=sum(key not in etags for key in incoming),
+            changed=sum(key in etags for key in incoming),
+            removed=sum(key not in incoming for key in gone),
             total=total,
             rebuilt=rebuilt,
             unreadable=refused,
         )
 
-    def _etags_of(self, path: Path) -> dict[str, str]:
-        connection = _attach(path)
+    def _is_whole(self, mark: FileMark | None, *, look: bool) -> bool:
+        """Whether the file of this mark is, byte for byte, what a sync wrote; `look`: by reading it now."""
+        noted = None if mark is None else noted_sum(self.path, mark)
+        return noted is not None and (not look or file_sha256(self.path) == noted)
+
+    def _etags_of(self, path: Path, authors: frozenset[str] | None, *, trusted: bool) -> dict[str, str]:
+        """Return the ETags; where the file is not `trusted`, after reading all of it through DuckDB."""
+        connection = attach(path)
         try:
-            return _read_whole(connection, path)
+            if not trusted:
+                _read_whole(connection)
+            return _etags(connection, authors)
+        except duckdb.Error as error:
+            raise CatalogDamaged(path, str(error)) from error
         finally:
             connection.close()
 
-    def _begin(self, fresh: Path, *, anew: bool) -> tuple[str | None, dict[str, str]]:
-        """Copy the catalog to `fresh`; return why that cannot be done (None: it was), and its ETags."""
-        if anew:
-            return "a rebuild was asked for", {}
+    def _begin(self, fresh: Path, known: Known | None) -> str | None:
+        """Copy the catalog to `fresh`; return why a new one is built there instead (None: it is not).
+
+        Raises CatalogChanged.
+        """
+        if known is None:
+            return "a rebuild was asked for"
+        if (
+            known.mark is not None
+            and known.mark == mark_of(self.path)
+            and not write_ahead(self.path).exists()
+        ):
+            shutil.copyfile(self.path, fresh)
+            return None
+        reason = None
+        etags: Mapping[str, str] = {}
         try:
             if not self.path.is_file():
                 raise CatalogMissing(self.path)
-            if _write_ahead(self.path).exists():
-                raise CatalogDamaged(
-                    self.path, f"writes of another program in {_write_ahead(self.path).name}"
-                )
+            if write_ahead(self.path).exists():
+                raise CatalogDamaged(self.path, f"writes of another program in {write_ahead(self.path).name}")
             shutil.copyfile(self.path, fresh)
-            return None, self._etags_of(fresh)
+            etags = self._etags_of(fresh, known.authors, trusted=False)
         except CatalogMissing:
-            return "there was no catalog", {}
+            reason = "there was no catalog"
         except CatalogSchemaMismatch as error:
             fresh.unlink()
-            return f"it had schema {error.found}, expected {error.expected}", {}
+            reason = f"it had schema {error.found}, expected {error.expected}"
         except CatalogDamaged as error:
             fresh.unlink(missing_ok=True)
-            # A second name, not a move: there is no moment in which readers find nothing.
-            aside = self.path.with_name(self.path.name + ".damaged")
-            aside.unlink(missing_ok=True)
-            os.link(self.path, aside)
-            return f"it was damaged ({error.found}); set aside as {aside.name}", {}
+            reason = f"it was damaged ({error.found}); set aside as {set_aside(self.path).name}"
+        if etags != known.etags or (reason is not None and known.mark is not None):
+            raise CatalogChanged(self.path, sorted(key for key, _ in etags.items() ^ known.etags.items()))
+        return reason
 
-    @contextmanager
-    def _beside(self) -> Iterator[Path]:
-        """Give a name of our own beside the catalog; afterwards nothing is left under it."""
-        fresh = self.path.with_name(f"{self.path.name}.new-{uuid.uuid4().hex}")
-        try:
-            yield fresh
-        finally:
-            fresh.unlink(missing_ok=True)
-            _write_ahead(fresh).unlink(missing_ok=True)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what killed syncs left; the caller holds the lock, so none of it is in use."""
-        for leftover in self.path.parent.glob(self.path.name + ".new-*"):
-            leftover.unlink(missing_ok=True)
+@cache
+def _empty_catalog() -> bytes:
+    """Return a catalog file with nothing in it. Making one takes as long as a small sync, so once is enough."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.duckdb"
+        with duckdb.connect(str(path)) as connection:
+            connection.execute("BEGIN")
+            for text in MADE_OF:
+                connection.execute(sql_text(text))
+            connection.execute("COMMIT; CHECKPOINT")
+        return path.read_bytes()
 
-    def _swap_in(self, fresh: Path) -> None:
-        """Put `fresh` in the catalog's place: first onto the disk, then under the name.
 
-        A write-ahead log there is another program's and not of this file: it must not be replayed into it.
-        """
-        _flush(fresh)
-        log = _write_ahead(self.path)
-        if log.exists():
-            log.replace(log.with_name(log.name + ".damaged"))
-        fresh.replace(self.path)
-        _flush(self.path.parent)
+def _read_whole(connection: duckdb.DuckDBPyConnection) -> None:
+    """Read every block: DuckDB notices damage only where it reads."""
+    tables = connection.execute("SELECT table_name FROM duckdb_tables() WHERE NOT temporary").fetchall()
+    for (table,) in tables:
+        connection.execute(f"SELECT bit_xor(hash(t)) FROM {table} t").fetchall()
+
+
+def _etags(connection: duckdb.DuckDBPyConnection, authors: frozenset[str] | None) -> dict[str, str]:
+    chosen = "" if authors is None else "WHERE split_part(key, '/', 2) IN (SELECT unnest(?::VARCHAR[]))"
+    rows = connection.execute(
+        "SELECT key, etag FROM (SELECT key, etag FROM ledgers UNION ALL SELECT key, etag FROM author_records "
+        f"UNION ALL SELECT key, etag FROM unreadable WHERE key LIKE 'ledger/%') {chosen}",
+        [] if authors is None else [sorted(authors)],
+    ).fetchall()
+    return dict(rows)
 
 
 def _load(
     connection: duckdb.DuckDBPyConnection,
-    ledgers: Sequence[LedgerText],
+    ledgers: Iterable[LedgerText],
     bases: Sequence[BaseText],
+    engines: Sequence[EngineText],
     gone: Sequence[str],
-) -> None:
-    """Begin a transaction that takes in what changed."""
-    connection.execute("BEGIN")
+) -> set[str]:
+    """Take in what changed; return the keys of the ledgers taken in."""
     connection.execute("CREATE TEMP TABLE incoming (key VARCHAR, etag VARCHAR, body VARCHAR)")
     connection.execute("CREATE TEMP TABLE incoming_bases (base VARCHAR, etag VARCHAR, body VARCHAR)")
+    connection.execute(
+        "CREATE TEMP TABLE incoming_engines (base VARCHAR, etag VARCHAR, engine_id VARCHAR, body VARCHAR)"
+    )
     connection.execute("CREATE TEMP TABLE gone (key VARCHAR)")
-    three = "SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])"
-    connection.execute(
-        f"INSERT INTO incoming {three}",
-        [[x.key for x in ledgers], [x.etag for x in ledgers], [x.body for x in ledgers]],
+    _fill(
+        connection,
+        "incoming_bases",
+        [x.base for x in bases],
+        [x.etag for x in bases],
+        [x.body for x in bases],
     )
-    connection.execute(
-        f"INSERT INTO incoming_bases {three}",
-        [[x.base for x in bases], [x.etag for x in bases], [x.body for x in bases]],
+    _fill(
+        connection,
+        "incoming_engines",
+        [x.base for x in engines],
+        [x.etag for x in engines],
+        [x.engine_id for x in engines],
+        [x.body for x in engines],
     )
-    connection.execute("INSERT INTO gone SELECT unnest(?::VARCHAR[])", [list(gone)])
-    connection.execute(_sql("load.sql"))
+    _fill(connection, "gone", gone)
+    load, taken = sql_text("load.sql"), set[str]()
+    for batch in _batches(ledgers):
+        connection.execute("DELETE FROM incoming")
+        some = list(batch.values())
+        _fill(connection, "incoming", [x.key for x in some], [x.etag for x in some], [x.body for x in some])
+        connection.execute(load)
+        connection.execute("DELETE FROM gone")
+        taken |= batch.keys()
+    return taken
+
+
+def _fill(connection: duckdb.DuckDBPyConnection, table: str, *columns: Sequence[str | None]) -> None:
+    lists = ", ".join("unnest(?::VARCHAR[])" for _ in columns)
+    connection.execute(f"INSERT INTO {table} SELECT {lists}", list(map(list, columns)))
+
+
+def _batches(ledgers: Iterable[LedgerText]) -> Iterator[dict[str, LedgerText]]:
+    """Yield some ledgers at a time, by key; at least one batch, which may be empty."""
+    rest = iter(ledgers)
+    yield {ledger.key: ledger for ledger in islice(rest, _BATCH)}
+    while batch := {ledger.key: ledger for ledger in islice(rest, _BATCH)}:
+        yield batch
 
 
 def _describe(
     connection: duckdb.DuckDBPyConnection,
     step_versions: Mapping[str, str],
     max_opponents: int,
+    serve_stale: bool,
     synced_at: str,
 ) -> None:
     connection.execute("DELETE FROM meta; DELETE FROM step_versions")
-    connection.execute("INSERT INTO meta VALUES (?, ?, ?)", [schema_version(), synced_at, max_opponents])
+    connection.execute(
+        "INSERT INTO meta (schema_version, synced_at, max_opponents, serve_stale) VALUES (?, ?, ?, ?)",
+        [schema_version(), synced_at, max_opponents, serve_stale],
+    )
     connection.execute(
         "INSERT INTO step_versions SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
         [list(step_versions), list(step_versions.values())],
     )
-
-
-class _Snapshot:
-    """The catalog as it was when it was opened, for a CatalogReader."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._connection = _attach(path)
-
-    def rows(self, query: str, parameters: Sequence[str]) -> list[tuple[object, ...]]:
-        """Return the rows of one of our own queries. Raises CatalogDamaged."""
-        try:
-            return self._connection.execute(query, list(parameters)).fetchall()
-        except duckdb.Error as error:
-            raise CatalogDamaged(self._path, str(error)) from error
-
-    def ask(self, query: str) -> QueryResult:
-        """Return the answer to a query of the user's own. Raises QueryRefused."""
-        try:
-            statements = self._connection.extract_statements(query)
-            if len(statements) != 1:
-                raise QueryRefused(query, f"{len(statements)} statements")
-            if statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
-                raise QueryRefused(query, f"a statement of type {statements[0].type.name}")
-            answer = self._connection.execute(statements[0])
-            return QueryResult(
-                tuple(column[0] for column in answer.description or ()), tuple(answer.fetchall())
-            )
-        except duckdb.Error as error:
-            raise QueryRefused(query, str(error)) from error
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._connection.close()
 
 
 def open_catalog(path: Path) -> CatalogReader:
@@ -338,4 +297,4 @@ def open_catalog(path: Path) -> CatalogReader:
 
     Raises CatalogMissing, CatalogSchemaMismatch, CatalogDamaged, CatalogHeld.
     """
-    return CatalogReader(_Snapshot(path))
+    return CatalogReader(Attached(path))

@@ -1,5 +1,6 @@
 """What can go wrong with the catalog and the roster. Errors keep their facts as attributes, and pickle."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,10 +62,13 @@ class CatalogHeld(RosterError):
 
     def __str__(self) -> str:
         """Return who holds the file, and how to look at it without holding it."""
-        return (
-            f"catalog {self.path}: expected no writer, found: {self.found}; "
-            "close that program, and open the catalog with `duckdb -readonly` or `roster sql`"
-        )
+        advice = "close that program, and open the catalog with `duckdb -readonly` or `roster sql`"
+        if re.search(r"\bPID 0\b", self.found):
+            advice = (
+                "no process that can be seen from here holds it: a program in another container or on another "
+                "machine does, or the disk has no working locks. Keep the catalog on a local disk of one machine"
+            )
+        return f"catalog {self.path}: expected no writer, found: {self.found}; {advice}"
 
 
 class CatalogBusy(RosterError):
@@ -94,7 +98,8 @@ class CatalogChanged(RosterError):
         """Return how many ledgers differ, one by name, and what to do."""
         return (
             f"catalog {self.path}: expected the ledgers it held when this sync began, found "
-            f"{len(self.keys)} that differ, such as {self.keys[0]}: another sync or a loss came between. "
+            f"{len(self.keys)} that differ{''.join(f', such as {key}' for key in self.keys[:1])}: "
+            "another sync or a loss came between. "
             "Nothing was written; sync again"
         )
 
@@ -141,6 +146,21 @@ class QueryRefused(RosterError):
         return (
             f"query {self.query[:80]!r}: expected one reading statement, found: {self.found}; "
             '`roster sql "show tables"` lists what can be asked'
+        )
+
+
+class UnknownView(RosterError):
+    """The catalog has no view or table of that name; `known` are those it has."""
+
+    def __init__(self, view: str, known: Sequence[str]) -> None:
+        super().__init__(view, tuple(known))
+        self.view, self.known = view, tuple(known)
+
+    def __str__(self) -> str:
+        """Return the name, those there are, and what to do."""
+        return (
+            f"catalog: {self.view}: expected the name of a view or table, found none such; there are "
+            f"{', '.join(self.known)}; `roster sql --schema` says what each holds"
         )
 
 
@@ -211,3 +231,7 @@ class RosterDrop(RosterError):
             f"{len(self.dropped)} to be dropped: {', '.join(self.dropped)}. The old roster stands. "
             "Look at `roster why` for one of them; if it is right, run `roster sync --allow-drop`"
         )
+
+
+class PlanImpossible(RosterError):
+    """Sizes or settings that vLLM would not start with, or memory in which nothing fits; the message says all."""

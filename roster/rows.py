@@ -1,43 +1,10 @@
-"""What goes into the catalog and what comes out of it: frozen rows, one class per kind.
+"""What comes out of the catalog: frozen rows, one class per kind.
 
 A row class that mirrors a view has exactly the view's column names, in any order.
 """
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerText:
-    """A ledger object as read from the store: its key, its ETag and its JSON text."""
-
-    key: str
-    etag: str
-    body: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseText:
-    """A registered base as read from the store: its name, and the ETag and JSON text of its base.json."""
-
-    base: str
-    etag: str
-    body: str
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What one sync did to the catalog, in counts of ledger objects.
-
-    `rebuilt` says why the file was built anew; None: it was not. `unreadable` names the objects of the whole
-    catalog that hold no document we can read, with the reason.
-    """
-
-    added: int
-    changed: int
-    removed: int
-    total: int
-    rebuilt: str | None
-    unreadable: tuple[str, ...]
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +15,11 @@ class BaseRow:
     served_model: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyRow:
-    """A row of the view `ready`: an adapter that is served. Figures are bits per byte."""
+class ReadyRow(NamedTuple):
+    """A row of the view `ready`: an adapter that is served. Figures are bits per byte.
+
+    A tuple, since ten thousand of them are made at once, and a frozen dataclass takes four times as long to make.
+    """
 
     base: str
     author: str
@@ -78,10 +47,15 @@ class ReadyRow:
 
 @dataclass(frozen=True, slots=True)
 class AuthorRow:
-    """A row of the view `authors`: who serves an author on a base, and how the newest upload fares."""
+    """A row of the view `authors`: who serves an author on a base, and how the newest upload fares.
+
+    `state`: retired, held or ready, where one of these holds; else unservable, or the state of the newest upload.
+    `held_why`: why it is held or retired, None if it is neither.
+    """
 
     author: str
     base: str
+    state: str
     is_ready: bool
     ready_digest: str | None
     ready_run: str | None
@@ -89,8 +63,13 @@ class AuthorRow:
     adapters: int
     newest_digest: str
     newest_run: str | None
+    newest_submission: str | None
     newest_state: str
     newest_code: str
+    held: bool
+    held_why: str | None
+    retired: bool
+    pinned_digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +92,7 @@ class AdapterRow:
     format: str | None
     rank: int | None
     uri: str | None
+    engine_id: str | None
     stale: bool
 
 
@@ -175,6 +155,7 @@ class StepRow:
     started_at: str | None
     finished_at: str | None
     seconds: int | None
+    engine_seconds: float | None
     worker: str | None
     flow_run: str | None
 
@@ -201,6 +182,7 @@ class VerdictRow:
     interval_upper: float | None
     bad_numbers: str | None
     measured_at: str | None
+    engine_id: str | None
     latest: bool
 
 
@@ -215,6 +197,26 @@ class ScoreRow:
     difference: float | None
     difference_lower: float | None
     difference_upper: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRow:
+    """How many adapters of a base are in a state, as the view `adapters` has it, for which code."""
+
+    base: str
+    state: str
+    code: str
+    adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeRow:
+    """How many steps of a kind ended with an outcome, and how many seconds they took together."""
+
+    kind: str
+    outcome: str
+    steps: int
+    seconds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,10 @@ class FaultRow:
 
 @dataclass(frozen=True, slots=True)
 class StaleRow:
-    """A row of the view `stale`: a step behind a latest verdict that another version of the code did."""
+    """A row of the view `stale`: a step behind a latest verdict that another version of the code did.
+
+    `kind` is `engine` where it was measured on another engine than the base has now; then the two are engine ids.
+    """
 
     author: str
     base: str
@@ -273,6 +278,69 @@ class StaleRow:
     kind: str
     recorded: str | None
     current: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """A row of the view `author_acts`: what an operator did about an author. `base`: None for every base."""
+
+    author: str
+    position: int
+    act: str
+    base: str | None
+    adapter_digest: str | None
+    who: str
+    at: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """A row of the view `author_states`: what operators' acts come to, where they come to anything.
+
+    `act`, `why`, `who` and `since` are of the strongest act in force: purge or retire, hold, pin. Where the author's
+    record cannot be read, `act` is `unreadable`, without who and since. `base`: None for one who uploaded nothing.
+    """
+
+    author: str
+    base: str | None
+    held: bool
+    retired: bool
+    pinned_digest: str | None
+    act: str
+    why: str
+    who: str | None
+    since: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorTimesRow:
+    """A row of the view `author_times`: what an author's adapters on one base have cost so far.
+
+    `seconds` are those of all steps together, `engine_seconds` those that engines scored. `seconds_to_ready` run from
+    the first submission to the first ready verdict.
+    """
+
+    author: str
+    base: str
+    runs: int
+    steps: int
+    seconds: int
+    engine_seconds: float
+    first_submission_at: str | None
+    ready_at: str | None
+    seconds_to_ready: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRow:
+    """A column of a view or table of the catalog, with what it holds."""
+
+    view: str
+    view_comment: str
+    column: str
+    type: str
+    comment: str
 
 
 @dataclass(frozen=True, slots=True)

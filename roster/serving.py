@@ -3,7 +3,7 @@
 Imported inside vLLM too, so it needs pydantic alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -176,17 +176,31 @@ def smallest_max_lora_rank(author: str, rank: int) -> int:
 
 def _engine(rows: Sequence[ReadyRow]) -> RosterEngine:
     flags = (EngineFlag.MIXED_MOE_LORA_FORMAT,) if any(row.needs_mixed_format for row in rows) else ()
+    rank, author = max((max(row.rank, row.max_lora_rank), row.author) for row in rows)
     return RosterEngine(
-        max_lora_rank=max(
-            smallest_max_lora_rank(row.author, max(row.rank, row.max_lora_rank)) for row in rows
-        ),
+        max_lora_rank=smallest_max_lora_rank(author, rank),
         max_loras=min(len(rows), MOST_SLOTS_ADVISED),
         flags=flags,
     )
 
 
-def _author(row: ReadyRow) -> RosterAuthor:
+def _says(author: RosterAuthor) -> tuple[object, ...]:
+    verdict = author.verdict
+    return (
+        *(author.output_digest, author.uri, author.format, author.is_3d_lora_weight, author.rank),
+        *(verdict.own, verdict.base, verdict.margin, verdict.interval, verdict.measured_at, author.stale),
+    )
+
+
+def _author(row: ReadyRow, before: RosterAuthor | None) -> RosterAuthor:
+    """Return the entry of a row: the very object that it has had `before`, if it says the same."""
     known = row.interval_lower is not None and row.interval_upper is not None
+    interval = (row.interval_lower, row.interval_upper) if known else None
+    if before is not None and _says(before) == (
+        *(row.output_digest, row.uri, row.format, row.is_3d_lora_weight, row.rank),
+        *(row.own, row.base_bpb, row.margin, interval, row.measured_at, row.stale),
+    ):
+        return before
     return RosterAuthor(
         output_digest=row.output_digest,
         uri=row.uri,
@@ -197,7 +211,7 @@ def _author(row: ReadyRow) -> RosterAuthor:
             own=row.own,
             base=row.base_bpb,
             margin=row.margin,
-            interval=(row.interval_lower, row.interval_upper) if known else None,
+            interval=interval,
             measured_at=row.measured_at,
         ),
         stale=row.stale,
@@ -220,11 +234,12 @@ def build_roster(
         if row.base not in models:
             raise UnknownBase(row.author, row.base, sorted(models))
         of_base.setdefault(row.base, []).append(row)
+    before = {} if previous is None else {base: entry.authors for base, entry in previous.bases.items()}
     content = {
         base: RosterBase(
             served_model=models[base],
             engine=_engine(group),
-            authors={row.author: _author(row) for row in group},
+            authors={row.author: _author(row, before.get(base, {}).get(row.author)) for row in group},
         )
         for base, group in of_base.items()
     }
@@ -234,16 +249,25 @@ def build_roster(
     return Roster(version=version, generated_at=generated_at, bases=content)
 
 
-def check_drop(previous: Roster | None, new: Roster, max_drop: float = 0.2, at_least: int = 3) -> None:
+def check_drop(
+    previous: Roster | None,
+    new: Roster,
+    max_drop: float = 0.2,
+    at_least: int = 3,
+    *,
+    excused: Collection[tuple[str, str]] = (),
+) -> None:
     """Stop a sync that would drop too many served authors at once.
 
     Too many are more than the share `max_drop` of all, and `at_least` so many. An author served on two bases
-    counts twice. Raises RosterDrop.
+    counts twice. `excused` are those, as (base, author), whom somebody asked not to serve: they do not count.
+    Raises RosterDrop.
     """
     if previous is None:
         return
-    before = [f"{base}/{author}" for base, entry in previous.bases.items() for author in entry.authors]
-    after = {f"{base}/{author}" for base, entry in new.bases.items() for author in entry.authors}
-    dropped = sorted(name for name in before if name not in after)
+    before = [(base, author) for base, entry in previous.bases.items() for author in entry.authors]
+    after = {(base, author) for base, entry in new.bases.items() for author in entry.authors}
+    gone = set(before) - after - set(excused)
+    dropped = sorted(f"{base}/{author}" for base, author in gone)
     if len(dropped) >= at_least and len(dropped) > max_drop * len(before):
         raise RosterDrop(dropped, len(before), max(at_least - 1, int(max_drop * len(before))))

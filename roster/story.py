@@ -2,107 +2,113 @@
 
 from collections.abc import Sequence
 
-from roster.rows import AdapterStory, AuthorStory, EvidenceRow, ScoreRow, VerdictRow
-
-_TRAIN = "Train it again, then submit the new adapter"
-_RESUBMIT = "Upload the adapter again with `roster submit`"
-_AGAIN = "it is tried again by itself, and Retry in the Prefect UI tries at once"
-
-ADVICE = {
-    # quarantined
-    "corrupt_or_partial": f"{_RESUBMIT}: a file is damaged or was cut short on its way.",
-    "empty_adapter": "Save the adapter after training has made steps, and submit it: the files hold no "
-    "tensors.",
-    "ambiguous_upload": "Submit one directory with one checkpoint: no subfolders, no second set of weights.",
-    "unsupported_dtype": "Save the tensors as float32, bfloat16 or float16, and submit them again.",
-    "pickle_refused": "Save the weights as safetensors: a pickle can run code, so it is never opened.",
-    "unsupported_config": f"{_TRAIN} without the option that the reason names: vLLM cannot serve it.",
-    "unknown_family": "Ask for this base model's family to be added: its expert names and shapes are not "
-    "known yet.",
-    "base_mismatch": "Submit it with --base naming the model it was trained on: the shapes are not this "
-    "base's.",
-    "malformed_key": "Save it with PEFT's own save_pretrained: a tensor has a name that no trainer writes.",
-    "missing_tensor": f"{_RESUBMIT}, whole: a factor that its siblings need is not in the files.",
-    "unexpected_tensor": f"{_TRAIN} without the modules that the reason names: they cannot be served.",
-    "shape_mismatch": "Look at the tensor that the reason names: its shape fits neither the base nor its "
-    "own rank.",
-    "non_finite": "It holds NaN or infinity: train again, with a lower learning rate or in float32.",
-    "rank_unsupported": f"{_TRAIN} with rank 512 or less.",
-    "no_expert_keys": "Set PEFT's target_parameters to the experts and train again: no expert was trained.",
-    "experts_untrained": f"{_TRAIN}: every expert's B factor is zero, so no gradient reached the experts.",
-    "layout_conflict": "Find out which program and version trained it; if what is stated is false, save it with "
-    "`roster migrate --packing`, and submit that.",
-    "layout_undecided": "State lora_B_layout, or the trainer and its version, in training.json, or set a "
-    "policy (`roster policy set`), and submit again.",
-    "delta_mismatch": "Where the reason names the merged checkpoint, merge the uploaded files again; else "
-    "report this with the adapter's digest: our conversion did not reproduce it.",
-    "unresolved_keys": "Check that the base's served model is the one trained on: the engine has no such "
-    "modules.",
-    "refused_by_engine": "Look at the engine's message in the reason: the adapter kills or is refused by an "
-    "engine that serves others well.",
-    "no_effect": f"{_TRAIN}: the served adapter leaves the base exactly as it is.",
-    "not_better_than_base": f"{_TRAIN} longer or on more text: it does not predict the held-out text "
-    "better than the base.",
-    "not_better_than_wrong": "Check that the held-out text and the adapter are of the same author: another "
-    "author's adapter predicts it as well.",
-    "control_not_worse": "Check the packing: reading the adapter the wrong way does no worse, so the way it "
-    "was read is not shown to be right. See the evidence above; a false marker looks like this.",
-    "reference_mismatch": "Compare with the trainer's own score: what is served does not score as it did in"
-    " training.",
-    # inconclusive
-    "too_little_text": "Add held-out text with `roster heldout add`: each held-out set needs at least 20 units "
-    "and 8 kB.",
-    "margin_unclear": "Add held-out text with `roster heldout add`: the difference is too close to the "
-    "floor to call.",
-    "no_opponent_and_no_control": "Wait for a second author to become ready, then score it again.",
-    # waiting
-    "incomplete_upload": "Finish the upload: `roster submit` puts _READY.json last.",
-    "no_heldout": "Add held-out text with `roster heldout add`; the adapter is then taken up by itself.",
-    "unknown_base": "Register the base with `roster base add`; the adapter is then taken up by itself.",
-    # stopped
-    "store_unavailable": f"Look at the object store; {_AGAIN}.",
-    "engine_unavailable": f"Look at the engine (`roster status`); {_AGAIN}.",
-    "engine_unverified": f"Let the engine publish its engine.json (our plugin must be loaded in it); "
-    f"{_AGAIN}.",
-    "engine_unsupported": "Upgrade the engine: it cannot serve LoRA on this model. The adapter is not at "
-    "fault.",
-    "engine_flag_missing": f"Restart the engine with the flag that the reason names; {_AGAIN}.",
-    "engine_drift": f"Look at the engine: the base scored otherwise at the end than at the start; {_AGAIN}.",
-    "reference_invalid": "Check what the trainer gave to compare with, its scores or its merged checkpoint: "
-    "as the reason says, it cannot judge this adapter.",
-    "opponent_gone": "Nothing: the next run chooses other opponents.",
-    "source_gone": f"{_RESUBMIT}: its files have left the store.",
-    "disk_full": f"Free disk space on the worker; {_AGAIN}.",
-    "internal": f"Report this with the flow run's log: it is a fault of ours; {_AGAIN}.",
-    # found by the catalog itself
-    "bad_number": "Score it again: its verdict holds a figure that is no finite number.",
-    "not_staged": "Onboard it again: its ledger has a ready verdict, and no record of what to serve.",
-    "not_serveable": "Convert it again: what its ledger records cannot be served.",
-    "base_not_registered": "Register the base with `roster base add`.",
-    "unreadable": "Look at the object in the store: it is no document of ours.",
-}
-"""Code → what to do next, in one or two sentences."""
+from roster.advice import advise
+from roster.rows import (
+    AdapterRow,
+    AdapterStory,
+    AuthorStory,
+    EventRow,
+    EvidenceRow,
+    ScoreRow,
+    StateRow,
+    VerdictRow,
+)
 
 
-def advise(code: str | None) -> str:
-    """Return what to do about `code`; for one without an entry, where to look."""
-    return ADVICE.get(code or "", f"Look at the flow run's log for {code or 'the reason'}.")
+def tell(
+    story: AuthorStory,
+    states: Sequence[StateRow] = (),
+    events: Sequence[EventRow] = (),
+    *,
+    base: str | None = None,
+) -> list[str]:
+    """Return an author's story as sentences: the newest adapter first, each ending in what to do next.
 
-
-def tell(story: AuthorStory) -> list[str]:
-    """Return an author's story as sentences: the newest adapter first, each ending in what to do next."""
-    served = [a for a in story.adapters if a.served]
-    count = len(story.adapters)
-    lines = [f"{story.author} has uploaded {count} adapter{'s' if count > 1 else ''}."]
-    lines += [
-        f"{story.author} is served on {a.adapter.base} by adapter "
-        f"{a.adapter.adapter_digest[:12]} (run {a.adapter.run})."
-        for a in served
-    ] or [f"{story.author} is not served."]
-    for adapter in story.adapters:
-        lines += _upload(adapter) + _layout(adapter) + _checks(adapter)
-        lines += _scores(adapter.scores) + _verdict(adapter.verdicts) + _next(adapter)
+    `states` is what operators' acts come to, `events` every act, the first one first. `base`: only what is of it.
+    """
+    adapters = [one for one in story.adapters if base in (None, one.adapter.base)]
+    in_force = [row for row in states if base in (None, row.base)]
+    where = "" if base is None else f" for base {base}"
+    count = len(adapters)
+    lines = [f"{story.author} has uploaded {count or 'no'} adapter{'' if count == 1 else 's'}{where}."]
+    lines += _served(story.author, adapters)
+    lines += [describe_state(row) for row in in_force]
+    lines += [line for row in in_force for line in _idle_pin(row, adapters)]
+    lines += _acts([row for row in events if base is None or row.base in (None, base)])
+    for adapter in adapters:
+        lines += _upload(adapter) + _steps(adapter) + _layout(adapter) + _checks(adapter)
+        lines += _scores(adapter.scores) + _verdict(adapter.verdicts)
+        lines += _since(adapter) + _next(adapter, adapters, in_force)
     return lines
+
+
+def describe_state(row: StateRow) -> str:
+    """Return as a sentence what is in force of what operators did about an author."""
+    where = "every base" if row.base is None else row.base
+    if row.retired:
+        means = "is retired: not served, and uploads are not taken up"
+    elif row.held:
+        means = "is on hold: not served, uploads are judged all the same"
+    else:
+        means = f"is pinned to adapter {(row.pinned_digest or '')[:12]}, which alone may be served"
+    by = "" if row.who is None else f", by {row.who} on {row.since}"
+    why = f", because: {row.why}" if row.why else ""
+    return _sentence(f"On {where}, {row.author} {means}{by}{why}")
+
+
+def _idle_pin(state: StateRow, adapters: Sequence[AdapterStory]) -> list[str]:
+    """Tell of a pin in force for which nobody is served, and what to do about it."""
+    if state.pinned_digest is None or state.held or state.retired:
+        return []
+    of_base = [one for one in adapters if one.adapter.base == state.base]
+    if any(one.served for one in of_base):
+        return []
+    pinned = next((one for one in of_base if one.adapter.adapter_digest == state.pinned_digest), None)
+    if pinned is None:
+        what = f"which {state.author} has not uploaded for {state.base}"
+    elif pinned.faults:
+        what = f"which cannot be served ({pinned.faults[0].reason.rstrip('.')})"
+    else:
+        what = f"whose state is {pinned.adapter.state}"
+    return [
+        f"Nobody is served on {state.base} while it is pinned to adapter {state.pinned_digest[:12]}, {what}.",
+        f"Next: {advise('pin_not_ready')}",
+    ]
+
+
+def _served(author: str, adapters: Sequence[AdapterStory]) -> list[str]:
+    served = [one for one in adapters if one.served]
+    lines = [f"{author} is served on {one.adapter.base} by {_name(one.adapter)}." for one in served] or [
+        f"{author} is not served."
+    ]
+    missing = sorted({one.adapter.base for one in adapters} - {one.adapter.base for one in served})
+    return lines + ([f"{author} is not served on {' and '.join(missing)}."] if served and missing else [])
+
+
+_DONE = {
+    "hold": "was put on hold",
+    "release": "was released",
+    "retire": "was retired",
+    "pin": "was pinned",
+    "unpin": "was unpinned",
+    "purge": "was purged: texts and files were removed",
+}
+
+
+def _acts(events: Sequence[EventRow]) -> list[str]:
+    if not events:
+        return []
+    lines = ["What operators did:"]
+    for row in events:
+        to = f" to adapter {row.adapter_digest[:12]}" if row.adapter_digest else ""
+        why = f": {row.why}" if row.why else ""
+        did = _DONE.get(row.act, row.act)
+        lines.append(_sentence(f"  {row.at}: {did}{to} on {row.base or 'every base'} by {row.who}{why}"))
+    return lines
+
+
+def _name(row: AdapterRow) -> str:
+    return f"adapter {row.adapter_digest[:12]} (run {row.run})"
 
 
 def _sentence(text: str) -> str:
@@ -117,6 +123,23 @@ def _upload(story: AdapterStory) -> list[str]:
         f"Adapter {row.adapter_digest[:12]} for base {row.base} was uploaded as run "
         f"{row.run} ({row.submission}{times})."
     ]
+
+
+_TOLD_STEPS = 16
+
+
+def _steps(story: AdapterStory) -> list[str]:
+    """When each step ended, the first one first; of many, the last ones."""
+    if not story.steps:
+        return []
+    told = story.steps[-_TOLD_STEPS:]
+    left = len(story.steps) - len(told)
+    lines = ["What was done with it:", *([f"  {left} earlier steps (`roster history`)."] if left else [])]
+    for row in told:
+        code = f" ({row.code})" if row.code else ""
+        took = "" if row.seconds is None else f", after {row.seconds} s"
+        lines.append(f"  {row.finished_at or 'at no known time'}: {row.kind}, {row.outcome}{code}{took}.")
+    return lines
 
 
 _DECIDED = {
@@ -210,7 +233,7 @@ def _verdict(verdicts: Sequence[VerdictRow]) -> list[str]:
     return lines
 
 
-def _next(story: AdapterStory) -> list[str]:
+def _since(story: AdapterStory) -> list[str]:
     row = story.adapter
     lines = []
     last = story.steps[-1] if story.steps else None
@@ -221,19 +244,48 @@ def _next(story: AdapterStory) -> list[str]:
         lines.append(_sentence(f"The last step: {last.kind} is {last.outcome}{why}"))
     if row.stale:
         lines.append(
-            "The verdict was made by an older version of the code; a run of onboard for it in Prefect's UI renews it."
+            "The verdict was made by an older version of the code, or measured on another engine than the base has "
+            "now; `roster recheck --stale` has it renewed."
         )
+    return lines
+
+
+def _next(story: AdapterStory, all_of_them: Sequence[AdapterStory], states: Sequence[StateRow]) -> list[str]:
+    """Why this adapter is not served, what is instead, and what to do."""
+    row = story.adapter
+    lines = []
     for fault in story.faults:
         lines.append(_sentence(f"It cannot be served all the same: {fault.reason}"))
         lines.append(f"Next: {advise(fault.code)}")
+    instead = next((one.adapter for one in all_of_them if one.served and one.adapter.base == row.base), None)
+    state = next((one for one in states if one.base in (None, row.base)), None)
+    other = "" if instead is None else _name(instead)
     if row.state in ("quarantined", "inconclusive", "waiting", "stopped"):
+        if other and not story.served:
+            lines.append(f"Meanwhile {other} is served.")
         lines.append(f"Next: {advise(row.code)}")
+    elif row.state == "purged":
+        lines.append("Next: nothing; it was purged, and only what was decided about it is kept.")
     elif row.state == "in_progress":
+        if other and not story.served:
+            lines.append(f"Meanwhile {other} is served.")
         lines.append("Next: nothing; it is being worked on, or the next sweep takes it up.")
-    elif not story.faults:
-        lines.append(
-            "Next: nothing; it is served."
-            if story.served
-            else "Next: nothing; a newer adapter of the author is served."
-        )
+    elif story.served:
+        lines.append("Next: nothing; it is served.")
+    elif story.faults:
+        pass
+    elif state is not None and (state.retired or state.held):
+        word = "retired" if state.retired else "on hold"
+        lines.append(f"It is ready, and not served while {row.author} is {word}.")
+        same_base = [one for one in all_of_them if one.adapter.base == row.base]
+        newest = next(one for one in same_base if one.adapter.verdict == "ready" and not one.faults)
+        if newest is story:
+            lines.append(f"Next: `roster release {row.author}` when it may be served again.")
+        else:
+            lines.append(f"Next: nothing; {_name(newest.adapter)} is ready too, and was submitted later.")
+    elif state is not None and state.pinned_digest not in (None, row.adapter_digest):
+        lines.append(f"It is ready, and not served while {row.author} is pinned to another adapter.")
+        lines.append(f"Next: `roster unpin {row.author}`, or a pin to this one, if it is to be served.")
+    else:
+        lines.append(f"Next: nothing; {other or 'another adapter'} is served, which was submitted later.")
     return lines

@@ -1,176 +1,187 @@
--- The views of the catalog: all rules about what an adapter's history means. Each rule is written once, here.
+-- The views of the catalog: all rules about what adapters' histories and operators' acts mean together. Each rule is
+-- written once, here; what follows from one ledger alone is in load.sql. comments.sql says what each column is.
+--
+-- A question about one author must not cost what the whole catalog costs: joins name the author, so that DuckDB can
+-- take the author's rows before it does anything else.
 
 CREATE VIEW history AS
 SELECT
-    s.author, s.base, s.adapter_digest, s.position, s.kind, s.attempt, s.outcome, s.code, s.reason,
-    s.code_version, s.step_key, s.started_at, s.finished_at,
-    date_diff('second', try_cast(s.started_at AS TIMESTAMP), try_cast(s.finished_at AS TIMESTAMP)) AS seconds,
-    s.worker, s.flow_run
-FROM steps s;
-COMMENT ON VIEW history IS 'Every step of every adapter, in the ledger''s order.';
+    author, base, adapter_digest, position, kind, attempt, outcome, code, reason, code_version, step_key,
+    started_at, finished_at, seconds, engine_seconds, worker, flow_run
+FROM steps;
 
 CREATE VIEW verdicts AS
-WITH figured AS (
+FROM judgements;
+
+-- A verdict is stale when a step behind it was done by another version of the code, or when it was measured on another
+-- engine than the one that the base has now: vLLM itself has changed how it reads adapters.
+CREATE VIEW stale AS
+SELECT
+    s.key, s.author, s.base, s.adapter_digest, s.kind, s.code_version AS recorded, w.version AS current
+FROM steps s JOIN step_versions w ON w.kind = s.kind
+WHERE s.is_behind_verdict AND s.code_version IS DISTINCT FROM w.version
+UNION ALL
+SELECT l.key, l.author, l.base, l.adapter_digest, 'engine', l.engine_id, e.engine_id
+FROM ledgers l JOIN engines e ON e.base = l.base
+WHERE l.engine_id <> e.engine_id;
+
+CREATE VIEW author_acts AS
+SELECT author, position, act, base, adapter_digest, who, "at", why FROM author_events;
+
+-- What operators' acts come to. Those without a base are of every base. A purge is a retirement before which nothing
+-- counts; a release ends holds and retirements; a pin lasts until it is undone. An author whose record cannot be read is
+-- held: it may be one that must not be served.
+CREATE VIEW author_states AS
+WITH unknown AS (
+    SELECT split_part(key, '/', 2) AS author, reason FROM unreadable WHERE suffix(key, '/_author.json')
+),
+acted AS (
+    SELECT author FROM author_events UNION SELECT author FROM unknown
+),
+places AS (
+    SELECT author, base FROM ledgers WHERE author IN (FROM acted)
+    UNION SELECT author, base FROM author_events WHERE base IS NOT NULL
+),
+everywhere AS (
+    FROM places UNION ALL SELECT author, NULL FROM acted WHERE author NOT IN (SELECT author FROM places)
+),
+applied AS (
     SELECT
-        key, position,
-        max(value) FILTER (WHERE name = 'own') AS own,
-        max(value) FILTER (WHERE name = 'base') AS base_bpb,
-        max(value) FILTER (WHERE name = 'base_again') AS base_again,
-        max(value) FILTER (WHERE name = 'control') AS control,
-        max(value) FILTER (WHERE name = 'margin') AS margin,
-        max(value) FILTER (WHERE name = 'lower') AS interval_lower,
-        max(value) FILTER (WHERE name = 'upper') AS interval_upper,
-        string_agg(problem, '; ' ORDER BY name) AS bad_numbers
-    FROM figures
-    GROUP BY key, position
+        p.author, p.base, e.position, e.act, e.adapter_digest,
+        {'act': e.act, 'why': e.why, 'who': e.who, 'at': e."at", 'digest': e.adapter_digest} AS event
+    FROM everywhere p JOIN author_events e ON e.author = p.author AND (e.base IS NULL OR e.base = p.base)
+    QUALIFY e.position >= coalesce(
+        max(CASE WHEN e.act = 'purge' THEN e.position END) OVER (PARTITION BY p.author, p.base), 0
+    )
+),
+last_acts AS (
+    SELECT
+        author, base,
+        arg_max(event, position) FILTER (WHERE act IN ('hold', 'release')) AS hold,
+        arg_max(event, position) FILTER (WHERE act IN ('retire', 'purge', 'release')) AS retirement,
+        arg_max(event, position) FILTER (WHERE act IN ('pin', 'unpin')) AS pin
+    FROM applied GROUP BY author, base
+),
+in_force AS (
+    SELECT
+        author, base,
+        CASE WHEN hold.act = 'hold' THEN hold END AS hold,
+        CASE WHEN retirement.act <> 'release' THEN retirement END AS retirement,
+        CASE WHEN pin.act = 'pin' THEN pin END AS pin
+    FROM last_acts
 )
 SELECT
-    s.key, s.author, s.base, s.adapter_digest, s.position, s.attempt, s.outcome, s.code,
-    from_json(s.result -> '$.codes', '["VARCHAR"]') AS codes,
-    s.reason,
-    list_transform(from_json(s.result -> '$.problems', '[{"message": "VARCHAR"}]'), lambda problem: problem.message)
-        AS messages,
-    s.inputs ->> '$.inspected' AS inspected,
-    s.result ->> '$.output_digest' AS output_digest,
-    p.own, p.base_bpb, p.base_again, p.control, p.margin, p.interval_lower, p.interval_upper,
-    coalesce(len(json_keys(s.result, '$.wrong')), 0)::INTEGER AS wrong_adapters,
-    p.bad_numbers,
-    coalesce(s.result ->> '$.measured_at', s.finished_at) AS measured_at,
-    s.position = max(s.position) OVER (PARTITION BY s.key) AS latest
-FROM steps s LEFT JOIN figured p USING (key, position)
-WHERE s.kind = 'verdict' AND s.outcome IN ('done', 'ready', 'quarantined', 'inconclusive');
-COMMENT ON VIEW verdicts IS 'Every terminal verdict, with its figures in bits per byte; latest marks the one that counts for its adapter.';
-
-CREATE VIEW stale AS
-WITH behind AS (
-    SELECT
-        s.key, s.author, s.base, s.adapter_digest, s.kind, s.code_version,
-        s.position = max(s.position) OVER (PARTITION BY s.key, s.kind) AS last_of_kind
-    FROM steps s
-    JOIN (
-        SELECT key, max(position) AS position FROM steps
-        WHERE kind = 'verdict' AND outcome IN ('done', 'ready', 'quarantined', 'inconclusive') GROUP BY key
-    ) v ON v.key = s.key AND s.position <= v.position
-    WHERE s.outcome IN ('done', 'ready', 'quarantined', 'inconclusive')
-)
-SELECT b.key, b.author, b.base, b.adapter_digest, b.kind, b.code_version AS recorded, w.version AS current
-FROM behind b JOIN step_versions w USING (kind)
-WHERE b.last_of_kind AND b.code_version IS DISTINCT FROM w.version;
-COMMENT ON VIEW stale IS 'One row per step behind a latest verdict that was done by another version of the code than the current one.';
+    author, base, hold IS NOT NULL AS held, retirement IS NOT NULL AS retired, pin.digest AS pinned_digest,
+    coalesce(retirement, hold, pin).act AS act, coalesce(retirement, hold, pin).why AS why,
+    coalesce(retirement, hold, pin).who AS who, coalesce(retirement, hold, pin)."at" AS since
+FROM in_force
+WHERE coalesce(retirement, hold, pin) IS NOT NULL
+UNION ALL
+SELECT
+    p.author, p.base, true, false, NULL, 'unreadable', 'the record of what operators did cannot be read: ' || u.reason,
+    NULL, NULL
+FROM everywhere p JOIN unknown u ON u.author = p.author;
 
 CREATE VIEW adapters AS
-WITH submitted AS (
-    SELECT key, max(submission) AS submission, arg_max(run, submission) AS run, count(*)::INTEGER AS submissions
-    FROM submissions GROUP BY key
-),
-last_step AS (
-    SELECT * FROM steps QUALIFY position = max(position) OVER (PARTITION BY key)
-),
-converted AS (
-    SELECT
-        key,
-        result ->> '$.output_digest' AS output_digest,
-        result ->> '$.format' AS format,
-        try_cast(result ->> '$.rank' AS INTEGER) AS rank,
-        try_cast(result ->> '$.max_lora_rank' AS INTEGER) AS max_lora_rank,
-        try_cast(result ->> '$.is_3d_lora_weight' AS BOOLEAN) AS is_3d_lora_weight,
-        try_cast(result ->> '$.needs_mixed_format' AS BOOLEAN) AS needs_mixed_format
-    FROM steps WHERE kind = 'converted' AND outcome = 'done'
-    QUALIFY position = max(position) OVER (PARTITION BY key, result ->> '$.output_digest')
-),
-staged AS (
-    SELECT key, result ->> '$.output_digest' AS output_digest, result ->> '$.uri' AS uri
-    FROM steps WHERE kind = 'staged' AND outcome = 'done'
-    QUALIFY position = max(position) OVER (PARTITION BY key, result ->> '$.output_digest')
-)
 SELECT
-    l.key, l.author, l.base, l.adapter_digest, u.run, u.submission, coalesce(u.submissions, 0) AS submissions,
-    CASE
-        WHEN n.position IS NULL THEN 'in_progress'
-        WHEN n.position = v.position THEN v.outcome
-        WHEN n.outcome IN ('waiting', 'stopped', 'quarantined', 'inconclusive') THEN n.outcome
-        ELSE 'in_progress'
-    END AS state,
-    n.code, n.reason, n.kind AS last_step, n.position AS last_position, n.finished_at AS last_at,
-    v.outcome AS verdict, v.position AS verdict_position, v.output_digest,
-    v.own, v.base_bpb, v.control, v.margin, v.interval_lower, v.interval_upper, v.wrong_adapters, v.measured_at,
-    c.format, c.rank, c.max_lora_rank, c.is_3d_lora_weight, c.needs_mixed_format, g.uri, b.served_model,
+    l.key, l.author, l.base, l.adapter_digest, l.run, l.submission, l.submissions,
+    l.state, l.code, l.reason, l.last_step, l.last_position, l.last_at,
+    l.verdict, l.verdict_position, l.output_digest,
+    l.own, l.base_bpb, l.control, l.margin, l.interval_lower, l.interval_upper, l.wrong_adapters, l.measured_at,
+    l.engine_id, l.format, l.rank, l.max_lora_rank, l.is_3d_lora_weight, l.needs_mixed_format, l.uri, b.served_model,
     s.key IS NOT NULL AS stale,
-    CASE WHEN v.outcome = 'ready' THEN list_filter([
-        CASE WHEN v.own IS NULL OR v.base_bpb IS NULL OR v.bad_numbers IS NOT NULL THEN {
+    CASE WHEN l.verdict = 'ready' THEN list_filter([
+        CASE WHEN l.own IS NULL OR l.base_bpb IS NULL OR l.bad_numbers IS NOT NULL THEN {
             'code': 'bad_number',
-            'reason': coalesce(v.bad_numbers, 'own or base has no figure in the verdict')
+            'reason': coalesce(l.bad_numbers, 'own or base has no figure in the verdict')
         } END,
-        CASE WHEN g.uri IS NULL OR c.format IS NULL OR c.rank IS NULL OR c.max_lora_rank IS NULL
-                OR c.is_3d_lora_weight IS NULL OR c.needs_mixed_format IS NULL THEN {
+        CASE WHEN l.check_fault IS NOT NULL THEN {
+            'code': 'check_failed',
+            'reason': 'the last check of what its verdict is about ended as ' || l.check_fault
+                || ', and scores do not make up for that'
+        } END,
+        CASE WHEN l.uri IS NULL OR l.format IS NULL OR l.rank IS NULL OR l.max_lora_rank IS NULL
+                OR l.is_3d_lora_weight IS NULL OR l.needs_mixed_format IS NULL THEN {
             'code': 'not_staged',
             'reason': 'no complete converted and staged steps are recorded for output '
-                || coalesce(v.output_digest, '(none)')
+                || coalesce(l.output_digest, '(none)')
         } END,
-        CASE WHEN c.format NOT IN ('per-expert', 'stacked', 'slots')
-                OR NOT regexp_full_match(v.output_digest, '[0-9a-f]{64}')
-                OR greatest(c.rank, c.max_lora_rank) > 512 THEN {
+        CASE WHEN l.format NOT IN ('per-expert', 'stacked', 'slots')
+                OR NOT regexp_full_match(l.output_digest, '[0-9a-f]{64}')
+                OR greatest(l.rank, l.max_lora_rank) > 512 THEN {
             'code': 'not_serveable',
-            'reason': 'format ' || c.format || ', rank ' || c.rank || ', output digest ' || v.output_digest
+            'reason': 'format ' || l.format || ', rank ' || l.rank || ', output digest ' || l.output_digest
                 || ': vLLM or the roster cannot take that'
         } END,
         CASE WHEN b.base IS NULL THEN {
             'code': 'base_not_registered', 'reason': 'base ' || l.base || ' is not registered'
+        } END,
+        CASE WHEN s.key IS NOT NULL AND NOT m.serve_stale THEN {
+            'code': 'stale', 'reason': 'its verdict is stale, and serve_stale is off'
         } END
     ], lambda fault: fault IS NOT NULL) END AS faults
 FROM ledgers l
-LEFT JOIN submitted u ON u.key = l.key
-LEFT JOIN last_step n ON n.key = l.key
-LEFT JOIN verdicts v ON v.key = l.key AND v.latest
-LEFT JOIN converted c ON c.key = l.key AND c.output_digest = v.output_digest
-LEFT JOIN staged g ON g.key = l.key AND g.output_digest = v.output_digest
+CROSS JOIN meta m
 LEFT JOIN bases b ON b.base = l.base
-LEFT JOIN (SELECT DISTINCT key FROM stale) s ON s.key = l.key;
-COMMENT ON VIEW adapters IS 'One row per adapter: its last submission, its state (what the last step says), its latest verdict (which is not the same thing), and what keeps a ready one from being served all the same (faults).';
+LEFT JOIN (SELECT DISTINCT key, author FROM stale) s ON s.key = l.key AND s.author = l.author;
 
 CREATE VIEW unservable AS
 SELECT author, base, adapter_digest, run, submission, last_at, fault.code AS code, fault.reason AS reason
 FROM (SELECT *, unnest(faults) AS fault FROM adapters);
-COMMENT ON VIEW unservable IS 'One row per reason why an adapter with a ready verdict cannot be served all the same.';
 
--- THE rule. Waiting, stopped or quarantined steps elsewhere take nothing away from a ready verdict.
-CREATE VIEW ready AS
+-- THE rule of what is served. Waiting, stopped or quarantined steps elsewhere take nothing away from a ready verdict.
+CREATE VIEW rule AS
 SELECT
-    base, author, adapter_digest, run, submission, served_model,
-    output_digest, uri, format, rank, max_lora_rank, is_3d_lora_weight, needs_mixed_format,
-    own, base_bpb, control, margin, interval_lower, interval_upper, wrong_adapters, measured_at, stale, key
-FROM adapters
-WHERE verdict = 'ready' AND len(faults) = 0
+    a.base, a.author, a.adapter_digest, a.run, a.submission, a.served_model,
+    a.output_digest, a.uri, a.format, a.rank, a.max_lora_rank, a.is_3d_lora_weight, a.needs_mixed_format,
+    a.own, a.base_bpb, a.control, a.margin, a.interval_lower, a.interval_upper, a.wrong_adapters, a.measured_at,
+    a.stale, a.key
+FROM adapters a LEFT JOIN author_states s ON s.author = a.author AND s.base = a.base
+WHERE a.verdict = 'ready' AND len(a.faults) = 0
+    AND NOT coalesce(s.held OR s.retired, false)
+    AND coalesce(a.adapter_digest = s.pinned_digest, true)
 QUALIFY row_number() OVER (
-    PARTITION BY author, base ORDER BY coalesce(submission, '') DESC, adapter_digest DESC
+    PARTITION BY a.author, a.base ORDER BY coalesce(a.submission, '') DESC, a.adapter_digest DESC
 ) = 1;
-COMMENT ON VIEW ready IS 'What is served: per author and base, of the adapters whose latest terminal verdict is ready, the one with the highest submission.';
+
+-- What the rule says is worked out once a sync and kept (serve.sql); nothing changes between two syncs.
+CREATE VIEW ready AS
+FROM served;
 
 CREATE VIEW authors AS
+WITH uploaded AS (
+    SELECT
+        author, base, count(*)::INTEGER AS adapters,
+        arg_max({
+            'digest': adapter_digest, 'run': run, 'state': state, 'code': code, 'submission': submission
+        }, coalesce(submission, '') || ' ' || adapter_digest) AS newest
+    FROM ledgers GROUP BY author, base
+)
 SELECT
-    a.author, a.base,
+    u.author, u.base,
+    CASE
+        WHEN s.retired THEN 'retired'
+        WHEN s.held THEN 'held'
+        WHEN r.adapter_digest IS NOT NULL THEN 'ready'
+        WHEN u.newest.state = 'ready' THEN 'unservable'
+        ELSE u.newest.state
+    END AS state,
     r.adapter_digest IS NOT NULL AS is_ready,
     r.adapter_digest AS ready_digest, r.run AS ready_run, coalesce(r.stale, false) AS stale,
-    count(*)::INTEGER AS adapters,
-    arg_max(a.adapter_digest, coalesce(a.submission, '')) AS newest_digest,
-    arg_max(a.run, coalesce(a.submission, '')) AS newest_run,
-    arg_max(a.state, coalesce(a.submission, '')) AS newest_state,
-    arg_max(coalesce(a.code, ''), coalesce(a.submission, '')) AS newest_code
-FROM adapters a LEFT JOIN ready r ON r.author = a.author AND r.base = a.base
-GROUP BY ALL;
-COMMENT ON VIEW authors IS 'One row per author and base: which adapter is served, and how the newest upload fares.';
+    u.adapters, u.newest.digest AS newest_digest, u.newest.run AS newest_run, u.newest.submission AS newest_submission,
+    u.newest.state AS newest_state, coalesce(u.newest.code, '') AS newest_code,
+    coalesce(s.held, false) AS held, coalesce(s.retired, false) AS retired,
+    CASE WHEN s.held OR s.retired THEN s.why END AS held_why, s.pinned_digest
+FROM uploaded u
+LEFT JOIN ready r ON r.author = u.author AND r.base = u.base
+LEFT JOIN author_states s ON s.author = u.author AND s.base = u.base;
 
 CREATE VIEW scores AS
 SELECT
-    s.author, s.base, s.adapter_digest, f.name AS subject, f.value AS bpb, f.problem,
-    finite_or_null(s.result ->> ('$.differences."' || f.name || '".mean')) AS difference,
-    finite_or_null(s.result ->> ('$.differences."' || f.name || '".lower')) AS difference_lower,
-    finite_or_null(s.result ->> ('$.differences."' || f.name || '".upper')) AS difference_upper
-FROM figures f
-JOIN steps s USING (key, position)
-JOIN verdicts v ON v.key = f.key AND v.position = f.position AND v.latest
-WHERE f.name NOT IN ('margin', 'lower', 'upper');
-COMMENT ON VIEW scores IS 'One row per adapter and subject (own, base, base_again, control, wrong:<author>) of its latest verdict: bits per byte, and its difference to own with the interval.';
+    author, base, adapter_digest, name AS subject, value AS bpb, problem,
+    difference, difference_lower, difference_upper
+FROM figures
+WHERE latest AND name NOT IN ('margin', 'lower', 'upper');
 
 CREATE VIEW checks AS
 SELECT
@@ -181,27 +192,14 @@ FROM (
         author, base, adapter_digest,
         unnest(result -> '$.checks[*]') AS entry,
         generate_subscripts(result -> '$.checks[*]', 1) AS number
-    FROM (
-        SELECT s.*
-        FROM steps s LEFT JOIN verdicts v ON v.key = s.key AND v.latest
-        WHERE s.kind = 'checked' AND json_type(s.result, '$.checks') = 'ARRAY'
-            AND (s.position > v.position OR coalesce(s.inputs ->> '$.output' = v.output_digest, true))
-        QUALIFY s.position = max(s.position) OVER (PARTITION BY s.key)
-    )
+    FROM steps WHERE kind = 'checked' AND is_current
 );
-COMMENT ON VIEW checks IS 'One row per check of the last check of what the latest verdict is about, or of a later conversion.';
 
--- An adapter may be inspected several times: for other statements, and once more when scores decided its packing. The
--- inspection that counts is the one that the latest verdict names, unless a later run has inspected the adapter since.
 CREATE VIEW layouts AS
 SELECT
-    s.author, s.base, s.adapter_digest, s.result ->> '$.format' AS source_format,
-    s.result ->> '$.orientation' AS orientation, s.result -> '$.packing' AS packing
-FROM steps s LEFT JOIN verdicts v ON v.key = s.key AND v.latest
-WHERE s.kind = 'inspected' AND json_type(s.result, '$.packing') = 'OBJECT'
-    AND (s.position > v.position OR coalesce(s.step_key = v.inspected, true))
-QUALIFY s.position = max(s.position) OVER (PARTITION BY s.key);
-COMMENT ON VIEW layouts IS 'One row per adapter: how its file was read (stacked, per-expert, 3-d), and the packing of each stacked parameter.';
+    author, base, adapter_digest, result ->> '$.format' AS source_format,
+    result ->> '$.orientation' AS orientation, result -> '$.packing' AS packing
+FROM steps WHERE kind = 'inspected' AND is_current;
 
 CREATE VIEW evidence AS
 SELECT
@@ -222,12 +220,14 @@ FROM (
         )
     )
 );
-COMMENT ON VIEW evidence IS 'One row per piece of evidence about the packing of a parameter. agrees is NULL where the piece says nothing, or where the layers of the parameter differ.';
 
+-- Nothing of a retired author is waited for or to be mended.
 CREATE VIEW waiting AS
-SELECT author, base, adapter_digest, run, submission, state, code, reason, last_step, last_at AS since, verdict
-FROM adapters WHERE state IN ('waiting', 'stopped');
-COMMENT ON VIEW waiting IS 'Adapters whose last step waits for something or was stopped by a fault that is not theirs: they are taken up again.';
+SELECT
+    l.author, l.base, l.adapter_digest, l.run, l.submission, l.state, l.code, l.reason, l.last_step,
+    l.last_at AS since, l.verdict
+FROM ledgers l LEFT JOIN author_states s ON s.author = l.author AND s.base = l.base
+WHERE l.state IN ('waiting', 'stopped') AND NOT coalesce(s.retired, false);
 
 CREATE VIEW problems AS
 SELECT
@@ -235,21 +235,58 @@ SELECT
     r.adapter_digest AS served_instead
 FROM (
     SELECT author, base, adapter_digest, run, submission, last_at, state AS problem, code, reason
-    FROM adapters WHERE state IN ('quarantined', 'inconclusive', 'stopped')
+    FROM ledgers WHERE state IN ('quarantined', 'inconclusive', 'stopped')
     UNION ALL
     SELECT author, base, adapter_digest, run, submission, last_at, 'unservable', code, reason FROM unservable
 ) a
 LEFT JOIN ready r ON r.author = a.author AND r.base = a.base
-WHERE r.adapter_digest IS NULL OR coalesce(a.submission, '') >= coalesce(r.submission, '')
+LEFT JOIN author_states s ON s.author = a.author AND s.base = a.base
+WHERE (r.adapter_digest IS NULL OR coalesce(a.submission, '') >= coalesce(r.submission, ''))
+    AND NOT coalesce(s.retired, false)
+UNION ALL
+SELECT
+    s.author, s.base, s.pinned_digest, a.run, 'pin_not_ready', 'pin_not_ready',
+    'pinned to ' || s.pinned_digest || ', ' || CASE
+        WHEN a.key IS NULL THEN 'which ' || s.author || ' has not uploaded for ' || s.base
+        WHEN len(a.faults) > 0 THEN 'which cannot be served (' || a.faults[1].reason || ')'
+        ELSE 'whose state is ' || a.state
+    END || ': nobody is served meanwhile',
+    s.since, NULL
+FROM author_states s
+LEFT JOIN ready r ON r.author = s.author AND r.base = s.base
+LEFT JOIN adapters a ON a.author = s.author AND a.base = s.base AND a.adapter_digest = s.pinned_digest
+WHERE s.pinned_digest IS NOT NULL AND NOT s.held AND NOT s.retired AND r.adapter_digest IS NULL
 UNION ALL
 SELECT NULL, NULL, NULL, NULL, 'unreadable', 'unreadable', key || ': ' || reason, NULL, NULL FROM unreadable;
-COMMENT ON VIEW problems IS 'What someone should look at: adapters refused, undecided, stopped or unservable (unless a newer one is served), and objects that cannot be read. served_instead names the adapter that serves the author meanwhile.';
 
--- `available` in an opponents step counts all other authors served then. More of them now is asked for too: an author
+CREATE VIEW author_times AS
+WITH named AS (
+    SELECT l.author, l.base, count(DISTINCT u.run)::INTEGER AS runs
+    FROM ledgers l JOIN submissions u ON u.key = l.key GROUP BY l.author, l.base
+),
+worked AS (
+    SELECT
+        author, base, sum(steps)::INTEGER AS steps, sum(seconds)::BIGINT AS seconds,
+        sum(engine_seconds) AS engine_seconds,
+        left(min(first_submission), len(min(first_submission)) - 9) AS first_submission_at,
+        min(first_ready_at) AS ready_at
+    FROM ledgers GROUP BY author, base
+)
+SELECT
+    w.author, w.base, coalesce(n.runs, 0) AS runs, w.steps, w.seconds, w.engine_seconds,
+    w.first_submission_at, w.ready_at,
+    date_diff('second', try_cast(w.first_submission_at AS TIMESTAMP), try_cast(w.ready_at AS TIMESTAMP))
+        AS seconds_to_ready
+FROM worked w LEFT JOIN named n ON n.author = w.author AND n.base = w.base;
+
+-- `others_then` counts all other authors that were served at the choice. More of them now is asked for too: an author
 -- that the choice passes over for a reason not known here must not make it be repeated for ever.
 CREATE VIEW thin_verdicts AS
 WITH served AS MATERIALIZED (
-    SELECT key, base, author, adapter_digest, output_digest, run, wrong_adapters FROM ready
+    SELECT
+        r.key, r.base, r.author, r.adapter_digest, r.output_digest, r.run,
+        coalesce(l.opponents, r.wrong_adapters) AS opponents, l.others_then
+    FROM ready r JOIN ledgers l ON l.key = r.key
 ),
 excluded AS (
     SELECT base, pair ->> 0 AS one, pair ->> 1 AS other
@@ -266,29 +303,14 @@ ruled_out AS (
     FROM no_opponents n JOIN served s ON s.base = n.base AND s.author = n.other
     GROUP BY ALL
 ),
-chosen AS (
-    SELECT
-        s.key,
-        arg_max(json_array_length(s.result, '$.opponents'), s.position) AS opponents,
-        arg_max(try_cast(s.result ->> '$.available' AS INTEGER), s.position) AS others_then
-    FROM steps s JOIN verdicts v ON v.key = s.key AND v.latest AND s.position < v.position
-    WHERE s.kind = 'opponents' AND s.outcome = 'done'
-        AND coalesce(s.inputs ->> '$.own' = v.output_digest, true)
-    GROUP BY s.key
-),
 counted AS (
     SELECT
-        r.base, r.author, r.adapter_digest, r.run,
-        coalesce(c.opponents, r.wrong_adapters)::INTEGER AS opponents,
+        r.base, r.author, r.adapter_digest, r.run, r.opponents, r.others_then,
         (count(*) OVER (PARTITION BY r.base) - o.authors)::INTEGER AS available,
-        count(*) OVER (PARTITION BY r.base) - 1 AS others_now,
-        c.others_then
-    FROM served r
-    JOIN ruled_out o ON o.base = r.base AND o.author = r.author
-    LEFT JOIN chosen c ON c.key = r.key
+        count(*) OVER (PARTITION BY r.base) - 1 AS others_now
+    FROM served r JOIN ruled_out o ON o.base = r.base AND o.author = r.author
 )
 SELECT base, author, adapter_digest, run, opponents, least(available, max_opponents) AS wanted
 FROM counted CROSS JOIN meta
 -- Half of them is enough: each new author would otherwise have all earlier ones scored again.
 WHERE 2 * opponents < least(available, max_opponents) AND (others_then IS NULL OR others_now > others_then);
-COMMENT ON VIEW thin_verdicts IS 'Served adapters that were scored against fewer than half of the wrong adapters that there are now: to be scored again. No author is an opponent of itself, of a pen name excluded in base.json, or of the same bytes.';

@@ -14,6 +14,7 @@ from storage.keys import control_prefix, manifest_key, serving_prefix
 from storage.ledger import Outcome, Step, StepKind
 from tasks.conversion import ensure_converted
 from tasks.job import STEP_VERSIONS, Job, Result, run_step
+from tasks.progress import Counted
 from tasks.transfer import put_directory, recorded_files
 
 
@@ -27,14 +28,22 @@ def stage(job: Job, inspected: Step, converted: Step) -> Step:
 
     def work() -> Result:
         own_path, control_path = ensure_converted(job, inspected, converted)
-        put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]))
+        progress = job.progress("uploading", Counted.BYTES)
+        put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]), progress)
         _put_manifest(job, prefix, _manifest(job, inspected, converted))
-        put_directory(job.store, control_path, aside, recorded_files(control["files"]))
+        put_directory(job.store, control_path, aside, recorded_files(control["files"]), progress)
         uri = job.store.uri(prefix)
         record = {"output_digest": own, "prefix": prefix, "uri": uri, "control_prefix": aside}
         return Result(Outcome.DONE, record)
 
-    return run_step(job, StepKind.STAGED, {"converted": converted.step_key, "output": own}, work)
+    return run_step(
+        job,
+        StepKind.STAGED,
+        {"converted": converted.step_key, "output": own},
+        work,
+        # What `roster gc` took out of the store is put there again.
+        stands=lambda known: job.store.head(manifest_key(prefix)) is not None,
+    )
 
 
 def unstage_control(job: Job, converted: Step) -> None:

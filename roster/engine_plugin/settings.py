@@ -6,7 +6,7 @@ can be imported wherever the plugins are looked at from outside.
 
 from pathlib import Path
 
-from pydantic import SecretStr
+from pydantic import ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from roster.serving_engine import VERIFIED_VLLM
@@ -23,13 +23,21 @@ CPU_MOE_LOG_LINE = "adapter-roster: CPU expert LoRA active"
 PUBLISHED_LOG_LINE = "adapter-roster: engine.json published"
 """Logged once by the process that holds the LoRA manager, when engine.json was written."""
 
+SERVING_LOG_LINE = "adapter-roster: serving authors by name"
+"""Logged once by the API server's process, when the resolver took hold."""
+
 
 class PluginSettings(BaseSettings):
-    """Where engine.json goes: a file, the object store, both or neither (`ADAPTER_ROSTER_…` variables).
+    """Where engine.json goes, and how authors are served by name (`ADAPTER_ROSTER_…` variables).
 
     `engine_json` names a file. `engine_base` names the base model whose `engines/<base>.json` is written to the
     store that the `store_…` fields describe; it needs the bucket and the region, and on a store other than
     Amazon's the endpoint. Without keys boto3 looks for credentials in its usual places.
+
+    `cache_dir` has authors of `engine_base` served by name: it names the folder, of this server or of several on one
+    machine, in which fetched adapters are kept, of `cache_bytes` at most ("100GiB"). Every `refresh_s` seconds the
+    roster is asked for. `candidates`: adapters that the roster does not name may be asked for by version too.
+    `warm`: of so many authors, those that were asked for most, the adapters are loaded unasked.
     """
 
     model_config = SettingsConfigDict(env_prefix="ADAPTER_ROSTER_", frozen=True)
@@ -42,3 +50,8 @@ class PluginSettings(BaseSettings):
     store_access_key: SecretStr | None = None
     store_secret_key: SecretStr | None = None
     store_addressing_style: str = "path"
+    cache_dir: Path | None = None
+    cache_bytes: ByteSize = Field(default=ByteSize(100 << 30), gt=0)
+    refresh_s: float = Field(default=3.0, gt=0)
+    candidates: bool = True
+    warm: int = Field(default=0, ge=0)
