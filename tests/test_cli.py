@@ -28,6 +28,7 @@ import flows.cli.progress
 from flows.cli.errors import explain
 from flows.embedded import EmbeddedFailedError, StopTimedOutError
 from flows.embedded_plan import StoreProgramMissingError
+from flows.overview import PrefectView
 from flows.ports import NoFreePortError
 from flows.services import (
     SERVICES_FILE,
@@ -61,10 +62,15 @@ INSPECT_KEYS = {
 COMMANDS = (
     *("submit", "base add", "heldout add", "inspect", "convert", "check", "ready", "show", "why", "sql"),
     *("status", "up", "down", "sync", "rebuild", "policy set", "policy show", "policy clear"),
-    *("migrate", "qualify", "score", "matrix", "rejudge"),
+    *("migrate", "qualify", "score", "matrix", "rejudge", "retry", "recheck", "metrics"),
+    *("history", "waiting", "report", "export", "push", "plan", "hold", "release", "retire", "pin", "unpin"),
+    *("purge", "gc", "backup", "restore"),
 )
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-EXPLAIN_THEMSELVES = ("ready", "show", "why", "status", "down", "sync", "rebuild", "policy show")
+EXPLAIN_THEMSELVES = (
+    *("ready", "show", "why", "history", "waiting", "status", "down", "sync", "rebuild", "policy show"),
+    *("release", "unpin"),
+)
 
 
 @pytest.fixture
@@ -103,6 +109,7 @@ def offline(desk: Path, capsys: pytest.CaptureFixture[str]) -> Roster:
 def roster(offline: Roster, store: S3Store, monkeypatch: pytest.MonkeyPatch) -> Roster:
     """The command with the store in memory."""
     monkeypatch.setattr("flows.connect.open_store", lambda settings: store)
+    monkeypatch.setattr("flows.connect.open_store_hurried", lambda settings: store)
     monkeypatch.setattr("flows.up.open_store", lambda settings: store)
     return offline
 
@@ -147,6 +154,7 @@ def test_inspecting_headers_alone_leaves_digests_open(offline: Roster) -> None:
     assert found["classes"]["routed_experts"] == {"keys": 8, "trained_fraction": None}
 
 
+@pytest.mark.real
 def test_headers_alone_wait_for_no_heavy_library(desk: Path) -> None:
     """They have to answer while somebody waits: half a second for the largest adapter there is."""
     script = """
@@ -491,6 +499,17 @@ def test_base_add_refuses_before_it_writes(
     assert keys(store) == []
 
 
+def test_base_add_says_when_two_bases_share_an_engine(roster: Roster) -> None:
+    url, other = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
+    for name, at in (("tiny", url), ("apart", other), ("tiny", url)):
+        assert (
+            "is the engine of"
+            not in roster("base", "add", name, "--config", "models/tiny", "--engine-url", at).err
+        )
+    ran = roster("base", "add", "twin", "--config", "models/tiny", "--engine-url", url)
+    assert ran.code == 0 and f"{url} is the engine of base tiny too" in ran.err
+
+
 def test_base_add_keeps_the_target_format_until_another_is_given(roster: Roster, store: S3Store) -> None:
     def registered(*options: str) -> str:
         assert roster("base", "add", "tiny", "--config", "models/tiny", *options).code == 0
@@ -656,7 +675,7 @@ def test_a_policy_is_refused_before_it_is_written(
     assert not any("policy" in key for key in keys(store))
 
 
-# ready, show, why, sql, status
+# ready, show, why, sql, status; more of the queries: tests/test_cli_query.py
 
 
 def write_catalog(home: Path) -> None:
@@ -774,8 +793,19 @@ STATUS_KEYS = {
         "ready",
         "in_progress",
         "waiting",
-        "problems",
     ),
+    *(
+        "problems",
+        "store_fault",
+        "prefect",
+        "prefect_fault",
+        "pool_paused",
+        "queues",
+        "workers",
+        "runs",
+        "leases",
+    ),
+    *("uploads", "engines", "restarts", "next"),
 }
 
 
@@ -795,6 +825,7 @@ def test_status(offline: Roster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "  oak/r1: waiting (no_heldout): because of no_heldout\n" in ran.out
     assert "  rue/r1: quarantined (non_finite): it is non_finite\n" in ran.out
 
+    monkeypatch.setattr("flows.standing._look_at_store", lambda *_: (None, None))
     monkeypatch.setenv("ROSTER_STORE_ENDPOINT", "http://store:9000")
     assert "store: http://store:9000, Prefect: none (as set)\n" in offline("status").out
 
@@ -811,7 +842,11 @@ def running_services() -> Services:
     )
 
 
-def test_status_names_what_nobody_verified_of_an_engine(offline: Roster) -> None:
+def test_status_names_what_nobody_verified_of_an_engine(
+    offline: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for look in ("_look_at_store", "_look_at_prefect"):  # nobody is at their addresses: tests/test_status.py
+        monkeypatch.setattr(f"flows.standing.{look}", lambda *_: (None, None))
     engine_json = engine_json_path(offline.home, "tiny")
     write_document(offline.home / SERVICES_FILE, running_services())
     info = EngineInfo.model_validate_json((EXAMPLES / "engine.json").read_text())
@@ -1019,7 +1054,7 @@ def test_a_setting_that_is_wrong_is_named(offline: Roster, monkeypatch: pytest.M
             ["convert", "trained/ash", "x", "--base", "models/tiny", "--packing", "columns"],
             '"grouped_by_expert"',
         ),
-        (["show"], "requires an argument"),
+        (["why"], "requires an argument"),
     ],
     ids=short_id,
 )
@@ -1090,6 +1125,7 @@ def test_the_program_in_a_pipe(desk: Path) -> None:
     assert not (desk / "home").exists()
 
 
+@pytest.mark.real
 def test_tables_are_whole_in_a_pipe_and_fit_a_terminal(desk: Path) -> None:
     home = desk / "home"
     author = "an-author-with-a-rather-long-name-of-sixty-characters-in-all"
@@ -1173,6 +1209,7 @@ def test_help_teaches(offline: Roster, command: str) -> None:
         assert any(line in text for line in examples() if line.startswith(f"roster {command} "))
 
 
+@pytest.mark.real
 def test_every_example_of_the_documentation_runs(
     roster: Roster, store: S3Store, desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1200,10 +1237,25 @@ def test_every_example_of_the_documentation_runs(
     monkeypatch.setattr("tasks.matrix_plan.plan_matrix", lambda *_, **__: nothing)
     monkeypatch.setenv("ROSTER_MIN_BYTES", "100")
     monkeypatch.setenv("ROSTER_ENGINE_PYTHON", sys.executable)
+
+    @contextmanager
+    def prefect(*_: object) -> Iterator[PrefectView]:
+        """No worker and nothing to retry; with a real server: tests/test_retry_real.py."""
+        yield PrefectView(None, False, (), {}, (), (), (), 0, False, ())
+
+    monkeypatch.setattr("flows.cli.retry._prefect", prefect)
+    monkeypatch.setattr("flows.retrying.plan_failed", lambda *_, **__: [])
+    monkeypatch.setattr("flows.retrying.plan_named", lambda *_, **__: [])
+    monkeypatch.setattr("flows.rechecking.plan_recheck", lambda *_, **__: [])
+    monkeypatch.setattr("tasks.bpb.engine.Engine.list_adapters", lambda engine: ())
+    monkeypatch.setattr("tasks.bpb.engine.Engine.served_models", lambda engine: ("tiny",))
     roster("base", "add", "tiny", "--config", "models/tiny")
     roster("sync")
+    of_ash = ledger_builders.ready_ledger("ash")["adapter_digest"]
+    served = ledger_builders.digest("output ash a")
+    store.put(f"serving/ash/{served}/manifest.json", (EXAMPLES / "manifest.json").read_bytes())
     for line in examples():
-        ran: Ran = roster.line(line)
+        ran: Ran = roster.line(line.replace("DIGEST", of_ash))
         assert ran.code == 0, (line, ran.err)
         assert ran.out or ran.err
     assert [engine.base for config in started for engine in config.engines] == ["tiny"]

@@ -54,6 +54,12 @@ def test_up_hand_in_ask_down(tmp_path: Path, home: Path) -> None:
 
     status = roster("status").document
     assert {up.document["prefect"], up.document["store"]} <= set(status["services"])
+    assert (status["store_fault"], status["prefect_fault"]) == (None, None)
+    assert [worker["alive"] for worker in status["workers"]] == [True]
+    assert {queue["name"] for queue in status["queues"]} == {"default", "urgent"}
+    assert (status["pool_paused"], status["restarts"]) == (False, {})
+    metrics = roster("metrics").document["metrics"]
+    assert "roster_workers_alive 1.0\n" in metrics and 'roster_source_up{source="store"} 1.0\n' in metrics
     assert roster("sync").code == 0
     assert roster("ready").document["ready"] == []
 

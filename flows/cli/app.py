@@ -11,7 +11,30 @@ from importlib import metadata
 
 from cyclopts import App, Group
 
-from flows.cli import check, convert, matrix, migrate, operate, policy, qualify, query, rejudge, score, submit
+from flows.cli import (
+    author,
+    check,
+    convert,
+    feeds,
+    lifecycle,
+    matrix,
+    metrics,
+    migrate,
+    operate,
+    plan,
+    policy,
+    purge,
+    qualify,
+    query,
+    rejudge,
+    report,
+    retry,
+    score,
+    sql,
+    status,
+    submit,
+    upkeep,
+)
 from flows.cli.errors import UNAVAILABLE, explain
 from flows.cli.output import emit_json, note
 
@@ -29,6 +52,7 @@ INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 HAND_IN = Group.create_ordered("Hand in")
 OFFLINE = Group.create_ordered("Look at and convert a directory, without a server")
 ASK = Group.create_ordered("Ask")
+SERVE = Group.create_ordered("Serve")
 OPERATE = Group.create_ordered("Operate")
 
 app = App(
@@ -56,15 +80,37 @@ app.command(heldout)
 app.command(submit.submit, group=HAND_IN)
 GROUPED: dict[Group, tuple[Callable[..., int | None], ...]] = {
     OFFLINE: (convert.inspect, convert.convert, check.check, score.score, migrate.migrate),
-    ASK: (query.ready, query.show, query.why, query.sql, query.status),
+    ASK: (
+        query.ready,
+        author.show,
+        author.why,
+        author.history,
+        query.waiting,
+        sql.sql,
+        report.report,
+        status.status,
+        metrics.metrics,
+    ),
+    SERVE: (feeds.export, feeds.push, plan.plan),
     OPERATE: (
         operate.up,
         operate.down,
         qualify.qualify,
+        retry.retry,
+        retry.recheck,
         rejudge.rejudge,
         operate.sync,
         operate.rebuild,
         matrix.matrix,
+        lifecycle.hold,
+        lifecycle.release,
+        lifecycle.retire,
+        lifecycle.pin,
+        lifecycle.unpin,
+        purge.purge,
+        upkeep.gc,
+        upkeep.backup,
+        upkeep.restore,
     ),
 }
 for group, commands in GROUPED.items():

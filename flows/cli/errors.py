@@ -33,8 +33,13 @@ def explain(error: Exception) -> Explained | None:
         return _explained(USAGE, f"{error} See: {command}")
     from pydantic import ValidationError
 
+    from flows.retry_errors import CatalogBehind, PrefectNeeded, UnknownUpload
     from flows.settings import Settings, SettingsIncomplete
 
+    if isinstance(error, UnknownUpload):
+        return _explained(USAGE, str(error))
+    if isinstance(error, (CatalogBehind, PrefectNeeded)):
+        return _explained(UNAVAILABLE, str(error))
     if isinstance(error, SettingsIncomplete):
         return _explained(UNAVAILABLE, str(error))
     if isinstance(error, ValidationError) and error.title == Settings.__name__:

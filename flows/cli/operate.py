@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter, validators
@@ -121,12 +122,14 @@ def rebuild(*, allow_drop: AllowDrop = False, json: AsJson = False) -> None:
 
 
 def _sync(*, allow_drop: bool, rebuild: bool, json: bool) -> None:
-    from flows.connect import open_store
+    from flows.connect import open_store, sync_limits
     from flows.settings import load_settings
-    from tasks.cataloguing import SyncLimits, sync_catalog
+    from tasks.cataloguing import sync_catalog
 
     settings = load_settings()
-    limits = SyncLimits(settings.max_opponents, 1.0 if allow_drop else settings.max_drop)
+    limits = sync_limits(settings)
+    if allow_drop:
+        limits = replace(limits, max_drop=1.0)
     synced = sync_catalog(open_store(settings), settings.catalog_path, limits, rebuild=rebuild)
     report = synced.report
     version = synced.roster.version if synced.roster else None

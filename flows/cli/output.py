@@ -98,6 +98,11 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def signed(value: float | None) -> str:
+    """A difference with its sign, four decimals; nothing for None."""
+    return "" if value is None else f"{value:+.4f}"
+
+
 def _plain(value: Any) -> Any:
     """The value as JSON can say it: null for NaN and infinity, keys as text, text for what it has no type for."""
     if isinstance(value, Mapping):

@@ -13,13 +13,14 @@ from flows.cli.output import AsJson, emit, note
 _SHOWN_WARNINGS = 5
 
 
-def _check_url(_: object, url: str | None) -> None:
+def check_url(_: object, url: str | None) -> None:
+    """Refuse, as a parameter's validator, what is no server's address."""
     parts = urlsplit(url or "")
     if url is not None and not (parts.scheme in {"http", "https"} and parts.hostname):
         raise ValueError("expected the address of a server, such as http://127.0.0.1:8000")
 
 
-EngineUrl = Annotated[str | None, Parameter(validator=_check_url)]
+EngineUrl = Annotated[str | None, Parameter(validator=check_url)]
 
 
 def submit(
@@ -64,12 +65,11 @@ def submit(
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
     from flows.events import announce_upload
-    from flows.settings import connect_prefect, load_settings
+    from flows.settings import load_settings
     from storage.bases import find_base, list_bases
     from tasks.submission import submit_adapter
 
     settings = load_settings()
-    connect_prefect(settings)
     store = open_store(settings)
     if find_base(store, base) is None:
         known = ", ".join(list_bases(store)) or "none"
@@ -160,7 +160,7 @@ def base_add(
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
     from flows.settings import load_settings
-    from tasks.submission import add_base
+    from tasks.submission import add_base, list_sharing
 
     store = open_store(load_settings())
     with byte_progress("reading the weights") as progress:
@@ -174,6 +174,11 @@ def base_add(
             aliases=tuple(alias or ()),
             target_format=target_format,
             progress=progress,
+        )
+    for other in list_sharing(store, name, engine_url):
+        note(
+            f"warning: {engine_url} is the engine of base {other} too. Runs of one would unload what runs of the other "
+            "score: give each base an engine of its own"
         )
     digest = registered.digest
     emit(
