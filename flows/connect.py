@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import pwd
 import socket
+from typing import TYPE_CHECKING
 
 from flows.settings import Settings, require_store
 from storage.s3 import S3Store
 from tasks.bpb.rulings import Thresholds
 from tasks.job import JobLimits
+
+if TYPE_CHECKING:
+    from tasks.cataloguing import SyncLimits
 
 
 def open_store(settings: Settings) -> S3Store:
@@ -18,6 +22,19 @@ def open_store(settings: Settings) -> S3Store:
     Raises:
         SettingsIncomplete: they name none.
     """
+    return _open(settings, hurried=False)
+
+
+def open_store_hurried(settings: Settings) -> S3Store:
+    """The same store, given up within seconds where it does not answer.
+
+    Raises:
+        SettingsIncomplete: they name none.
+    """
+    return _open(settings, hurried=True)
+
+
+def _open(settings: Settings, *, hurried: bool) -> S3Store:
     require_store(settings)
     secret = settings.store_secret_key
     return S3Store.open(
@@ -27,7 +44,15 @@ def open_store(settings: Settings) -> S3Store:
         access_key=settings.store_access_key,
         secret_key=secret.get_secret_value() if secret else None,
         addressing_style=settings.store_addressing,
+        hurried=hurried,
     )
+
+
+def sync_limits(settings: Settings) -> SyncLimits:
+    """The part of the settings that a sync needs."""
+    from tasks.cataloguing import SyncLimits  # brings DuckDB, which most commands do without
+
+    return SyncLimits(settings.max_opponents, settings.max_drop, settings.serve_stale)
 
 
 def job_limits(settings: Settings) -> JobLimits:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -30,6 +31,7 @@ from flows.embedded_plan import (
     prefect_service,
     store_service,
 )
+from flows.embedded_restarts import count_restart
 from flows.ports import NoFreePortError
 from flows.services import (
     SERVICES_FILE,
@@ -137,7 +139,13 @@ def run_embedded(
             engines=engine_urls(config, kept.ports),
             logs={SUPERVISOR: config.log_of(SUPERVISOR)} | {spec.name: spec.log for spec in specs},
         )
-        supervisor = Supervisor(specs, announce=announce, mark=str(config.home), hold=(lock.fd,))
+        supervisor = Supervisor(
+            specs,
+            announce=announce,
+            mark=str(config.home),
+            restarted=partial(count_restart, config.home),
+            hold=(lock.fd,),
+        )
         if supervisor.start(stop):
             try:
                 write_document(services_file, services)

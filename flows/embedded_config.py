@@ -46,6 +46,7 @@ class EmbeddedConfig:
     engine_python: Path  # the interpreter of the engine's environment; unused without engines
     bucket: str = "roster"
     worker_limit: int = 2  # flow runs at once
+    warm_worker: bool = True  # flow runs fork off one interpreter; False: each imports everything by itself
     engines: tuple[EngineSpec, ...] = ()
     one_shots: tuple[OneShot, ...] = (OneShot("deploy", (sys.executable, "-m", "flows.deploy")),)
 

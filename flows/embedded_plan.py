@@ -142,7 +142,7 @@ def _plan_prefect(
     port = str(ports[PREFECT])
     return ChildSpec(
         name=PREFECT,
-        argv=(sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", port),
+        argv=(sys.executable, "-m", "flows.prefect_server", "--host", LOOPBACK, "--port", port),
         env=shared,
         cwd=config.home,
         log=config.log_of(PREFECT),
@@ -179,10 +179,11 @@ def _plan_worker(
     after: tuple[str, ...],
     name: str,
 ) -> ChildSpec:
-    command = ("worker", "start", "--pool", POOL, "--type", "process", "--limit", str(config.worker_limit))
+    module = ("flows.forking",) if config.warm_worker else ("prefect", "worker", "start", "--type", "process")
+    options = ("--pool", POOL, "--limit", str(config.worker_limit), "--name", name)
     return ChildSpec(
         name=WORKER,
-        argv=(sys.executable, "-m", "prefect", *command, "--name", name),
+        argv=(sys.executable, "-m", *module, *options),
         env=shared,
         cwd=config.home,
         log=config.log_of(WORKER),
@@ -222,6 +223,7 @@ def _plan_engine(
         env={
             **_for_loopback(inherited),
             **engine_environment(threads=engine.threads, engine_json=engine_json),
+            "ADAPTER_ROSTER_CACHE_DIR": str(config.home / "adapters"),
             "ADAPTER_ROSTER_ENGINE_BASE": engine.base,
             "ADAPTER_ROSTER_STORE_ENDPOINT": store.endpoint,
             "ADAPTER_ROSTER_STORE_BUCKET": store.bucket,
@@ -283,11 +285,16 @@ def _shared_environment(
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # A sync that finds another one running tries again after this long, not after Prefect's 30 seconds.
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "3",
+        # Kept in memory, as is Prefect's default, leases are lost when the server is restarted, and their slots stay
+        # taken for ever (PrefectHQ/prefect#17415).
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         # To wait is normal here, and naming a backlog Late again and again locks SQLite against the runs themselves
         # ("database is locked" hundreds of times with 80 that waited, never without).
         "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+        # What its clients are told to try again stands in its log, with the cause.
+        "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_WORKER_QUERY_SECONDS": "0.5",
         "DO_NOT_TRACK": "1",
         "NO_COLOR": "1",
         "PYTHONUNBUFFERED": "1",

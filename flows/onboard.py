@@ -7,10 +7,12 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows.asking import REFUSED, request_sync
+from flows.asking import REFUSED, Log, request_sync
 from flows.connect import job_limits, open_store, worker_name
-from flows.settings import load_settings
-from storage.errors import ClaimLost
+from flows.settings import Settings, load_settings
+from flows.telling import Teller, Walk, aside
+from storage.errors import ClaimLost, StoreNotTrusted, StoreUnavailable
+from storage.keys import author_record_key
 from storage.ledger import TERMINAL, Outcome, Step, StepKind
 from tasks.arbitration import settle
 from tasks.conversion import convert, inspect
@@ -20,17 +22,21 @@ from tasks.intake import (
     AdapterWaits,
     IntakeRefused,
     Superseded,
+    Taken,
     claimed_job,
     intake,
 )
 from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
 from tasks.opponents import choose
-from tasks.page import publish_page
+from tasks.outcomes import Code
 from tasks.publication import stage, unstage_control
 from tasks.readings import undecided_parameters
 from tasks.scoring import score, score_readings
 from tasks.validation import check
+
+_LETTERS = 2_000
+"""So much of a reason is in a run's state; its page and its ledger have all of it."""
 
 
 @flow(name="onboard", flow_run_name="{author}/{run}", persist_result=False)
@@ -43,8 +49,12 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
     log = get_run_logger()
     settings = load_settings()
     store = open_store(settings)
+    teller = Teller(settings, store, author, run, log)
+    teller.tag(None)
+    taken: Taken | None = None
     try:
-        taken = intake(store, author, run)
+        taken = intake(store, author, run, settle_s=settings.settle_seconds)
+        teller.tag(taken.upload.marker.base)
         with claimed_job(
             store,
             taken,
@@ -55,31 +65,56 @@ def onboard(author: str, run: str, submission: str = "", force: bool = False, re
             rescore=rescore,
             log=log,
         ) as job:
-            ending = walk(job)
+            try:
+                walked = walk(job)
+            except ClaimLost:
+                raise
+            except Exception:
+                # It is on the record, and surfaces whole once it has been told.
+                teller.broken(job)
+                raise
+            teller.walked(job, walked)
     except AdapterWaits as waits:
         log.info("%s", waits)
-        request_sync(settings.sync_window_seconds, log)
+        teller.hindered(taken, f"waiting: {waits.code.value}", waits.reason, waits.code.value)
+        _ask_for_sync(settings, log, author)
         return Completed(name=f"Waiting: {waits.code.value}", message=str(waits))
     except AdapterStopped as stopped:
         log.warning("%s", stopped)
-        request_sync(settings.sync_window_seconds, log)
+        teller.hindered(taken, f"stopped: {stopped.code.value}", stopped.reason, stopped.code.value)
+        _ask_for_sync(settings, log, author)
         return Failed(name=f"Stopped: {stopped.code}", message=str(stopped))
     except (AdapterBusy, ClaimLost) as elsewhere:
         log.info("%s", elsewhere)
+        teller.apart("elsewhere", str(elsewhere))
         return Completed(name="Elsewhere", message=str(elsewhere))
     except Superseded as superseded:
         log.info("%s", superseded)
+        teller.apart("superseded", str(superseded))
         return Completed(name="Superseded", message=str(superseded))
     except IntakeRefused as refused:
         # Without a ledger of its own to write to: the run's state and log are the record.
         log.warning("%s", refused)
+        teller.refused(refused.reason, refused.code)
         return Failed(name=f"{REFUSED}: {refused.code}", message=str(refused))
-    request_sync(settings.sync_window_seconds, log)
-    return final_state(job, ending)
+    except (StoreUnavailable, StoreNotTrusted) as down:
+        # Outside of any step, as in intake or while a step is put on the record: there is no ledger to say so.
+        log.warning("%s", down)
+        code = Code.STORE_UNAVAILABLE.value
+        teller.apart(f"stopped: {code}", str(down), code)
+        return Failed(name=f"Stopped: {code}", message=f"{author}/{run}: {down}")
+    _ask_for_sync(settings, log, author)
+    return final_state(job, walked.ending)
 
 
-def walk(job: Job) -> Step:
-    """Every step in order; returns the step that ended the run, which is the verdict unless something stopped."""
+def _ask_for_sync(settings: Settings, log: Log, author: str) -> None:
+    """The catalog hears of the run soon; where nobody can be asked, with the next sync on its schedule."""
+    with aside(log, "no sync could be asked for"):
+        request_sync(settings.sync_window_seconds, log, [author_record_key(author)])
+
+
+def walk(job: Job) -> Walk:
+    """Every step in order; what ended the run is the verdict unless something stopped."""
     inspected: Step | None = None
     converted: Step | None = None
     checked: Step | None = None
@@ -104,9 +139,7 @@ def walk(job: Job) -> Step:
         ending = stopped.step
     if converted is not None and ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL:
         unstage_control(job, converted)
-    if job.done_here:
-        publish_page(job, inspected, checked, ending)
-    return ending
+    return Walk(inspected, checked, ending)
 
 
 def final_state(job: Job, ending: Step) -> State:
@@ -117,7 +150,7 @@ def final_state(job: Job, ending: Step) -> State:
         done = ", ".join(kind.value for kind in job.done_here)
         reason = str(ending.result.get("reason") or ending.outcome.value)
         named = reason if reason.startswith(job.label) else f"{job.label}: {reason}"
-        message = f"{named} (done here: {done})"
+        message = f"{named[:_LETTERS]} (done here: {done})"
     job.log.info("%s", message)
     code = ending.result.get("code")
     match ending.outcome:

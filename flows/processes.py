@@ -64,6 +64,17 @@ def end_marked(variable: str, beginning: str, *, within_s: float) -> list[int]:
     return sorted(killed)
 
 
+def read_environment(pid: int) -> dict[str, str]:
+    """The environment that the process was started with.
+
+    Raises:
+        OSError: the process has ended, or is another user's.
+    """
+    items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(item).partition("=") for item in items if item)
+    return {name: value for name, _, value in pairs}
+
+
 def _read_environment(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")

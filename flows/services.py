@@ -112,6 +112,10 @@ class Services(_State):
         """Every address, for people."""
         return (self.prefect.ui_url, self.store.endpoint, *self.engines.values())
 
+    def engine_log(self, base: str) -> Path | None:
+        """The log of the engine of a base; its child is named as in flows/embedded_plan.py."""
+        return self.logs.get(f"engine-{base}")
+
 
 def read_services(home: Path) -> Services | None:
     """The services that run on this home; None if there are none (a dead supervisor's file counts as none).

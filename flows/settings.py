@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +34,14 @@ class SettingsIncomplete(Exception):
             "Start them with `roster up`, or set ROSTER_STORE_ENDPOINT, ROSTER_STORE_BUCKET, "
             "ROSTER_STORE_ACCESS_KEY, ROSTER_STORE_SECRET_KEY and ROSTER_PREFECT_API_URL."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefectAccess:
+    """Where the Prefect server takes requests, and the Authorization header that it asks for, if any."""
+
+    api_url: str
+    authorization: SecretStr | None
 
 
 class Settings(BaseSettings):
@@ -69,9 +80,19 @@ class Settings(BaseSettings):
 
     claim_seconds: int = Field(120, ge=3)  # an adapter's claim, renewed while its run works
     sweep_grace_seconds: int = Field(60, ge=0)  # younger uploads are left to their event
+    settle_seconds: int = Field(600, ge=1)  # files without a marker are taken when none changed for so long
     sweep_batch: int = Field(50, ge=1)  # flow runs one sweep may start
+    # a run whose heartbeat, sent every 30 seconds, stays out for so long has died with its worker
+    dead_after_seconds: int = Field(90, ge=40)
+    # told of the first stop of a kind and of every quarantine: JSON with a "text", as chats take it; a secret
+    notify_url: SecretStr | None = None
+    docs_url: str | None = Field(
+        None, pattern=r"^https?://"
+    )  # where docs/ is published; runs' pages link there
     sync_window_seconds: int = Field(10, ge=1)  # verdicts within it share one sync
+    full_sync_seconds: int = Field(600, ge=10)  # between two syncs that look at every ledger
     max_drop: float = Field(0.2, ge=0, le=1)  # share of the roster that one sync may drop
+    serve_stale: bool = True  # whose verdict another version of the code made stay served, and are flagged
 
     worker_limit: int = Field(2, ge=1)  # embedded: flow runs at once
     engine_python: Path | None = (
@@ -134,9 +155,29 @@ def connect_prefect(settings: Settings) -> None:
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
 
 
+def prefect_access(settings: Settings) -> PrefectAccess | None:
+    """How to reach the Prefect server without Prefect's client, by the variables that its client reads.
+
+    None where no address is set. A variable that the user has set wins, as in `connect_prefect`.
+    """
+    api_url = os.environ.get("PREFECT_API_URL") or settings.prefect_api_url
+    if not api_url:
+        return None
+    key, basic = os.environ.get("PREFECT_API_KEY"), os.environ.get("PREFECT_API_AUTH_STRING")
+    if basic:
+        return PrefectAccess(api_url, SecretStr(f"Basic {b64encode(basic.encode()).decode()}"))
+    return PrefectAccess(api_url, SecretStr(f"Bearer {key}") if key else None)
+
+
 def base_environment() -> dict[str, str]:
     """A copy of this process's environment, for children."""
     return dict(os.environ)
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Put another process's environment in the place of our own."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _names_store(settings: Settings) -> bool:

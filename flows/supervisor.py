@@ -59,6 +59,10 @@ def _say_nothing(log: str) -> str:
     return ""
 
 
+def _count_nothing(name: str, status: str) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One child. Names are unique in a supervisor; `log` gets stdout and stderr, fresh at every start."""
@@ -115,6 +119,7 @@ class Supervisor:
         *,
         announce: Callable[[str], None],
         mark: str,
+        restarted: Callable[[str, str], None] = _count_nothing,
         hold: Sequence[int] = (),
         window_s: float = 600.0,
         first_backoff_s: float = 1.0,
@@ -123,6 +128,7 @@ class Supervisor:
 
         `announce` gets one line of progress at a time. `mark` is text that no other running supervisor uses,
         and that the next one for the same purpose uses again: what still carries it at the start is ended.
+        `restarted` is told the name of each child that will be started again, and how it ended.
         `hold` are file descriptors that stay open until the last child has ended (a lock). Failures older
         than `window_s` seconds are forgotten; the wait before a restart doubles from `first_backoff_s`.
 
@@ -138,6 +144,7 @@ class Supervisor:
         self._children = {spec.name: _Child(spec) for spec in specs}
         self._announce = announce
         self._mark = mark
+        self._restarted = restarted
         self._hold = tuple(hold)
         self._window_s = window_s
         self._first_backoff_s = first_backoff_s
@@ -296,6 +303,7 @@ class Supervisor:
             if other.spec.may_fail and spec.name in other.spec.after:
                 other.again = True
         self._announce(f"{spec.name}: {status}; restart {count} of at most {spec.restarts} in {wait_s:.1f} s")
+        self._restarted(spec.name, status)
 
     def _pass_over(self, child: _Child, failure: ChildFailedError) -> None:
         for line in str(failure).splitlines():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from prefect import flow, get_run_logger
@@ -11,6 +13,8 @@ from prefect.states import Completed
 from flows.asking import list_asked, request_onboard
 from flows.connect import open_store
 from flows.settings import load_settings
+from tasks.at_rest import MEMORY_FILE
+from tasks.inbox import PendingUpload
 from tasks.sweeping import list_due
 
 
@@ -23,18 +27,42 @@ def sweep() -> State:
     log = get_run_logger()
     settings = load_settings()
     now = datetime.now(UTC)
-    due = list_due(open_store(settings), now=now, grace_s=settings.sweep_grace_seconds)
-    asked = list_asked() if due else set()
+    swept = list_due(
+        open_store(settings),
+        now=now,
+        grace_s=settings.sweep_grace_seconds,
+        settle_s=settings.settle_seconds,
+        memory=settings.home / MEMORY_FILE,
+    )
     on_their_way = 0
-    for one in due:
+    asked = list_asked([one.key for one in swept.due])
+    for one in swept.due:
         if on_their_way == settings.sweep_batch:
             break
-        if one.key in asked:
+        if asked.covers(one.author, one.run, one.key):
             on_their_way += 1
-        elif request_onboard(one.author, one.run, key=one.key, submission=one.submission):
+            continue
+        if one.key in asked.resting:
+            continue
+        ended = asked.ended.get(one.key, 0)
+        if request_onboard(one.author, one.run, key=one.key, submission=one.submission, ended=ended):
             log.info("%s/%s: %s; a run is on its way", one.author, one.run, one.why)
             on_their_way += 1
-    oldest = f"; the oldest was submitted {now - due[0].since} ago" if due else ""
-    message = f"{len(due)} uploads were due, {on_their_way} runs are on their way{oldest}"
+    message = f"{len(swept.due)} uploads were due, {on_their_way} runs are on their way; {describe(swept.pending, now)}"
     log.info("%s", message)
     return Completed(name="Started" if on_their_way else "Quiet", message=message)
+
+
+def describe(pending: Sequence[PendingUpload], now: datetime) -> str:
+    """How many uploads have no verdict yet, in which state, and how long the oldest has been there; oldest first."""
+    if not pending:
+        return "every upload has its verdict"
+    oldest = pending[0]
+    counts = Counter(one.state.value for one in pending)
+    states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+    age = str(now - oldest.since).partition(".")[0]
+    said = "" if oldest.code is None else f", {oldest.code}"
+    return (
+        f"{len(pending)} have no verdict ({states}), "
+        f"the oldest, {oldest.author}/{oldest.run}, for {age} ({oldest.state.value}{said})"
+    )

@@ -23,6 +23,7 @@ from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
 from tasks.lora.plan import ConversionPlan, PlanKind, plan_control, plan_conversion, require_served
 from tasks.lora.target import TargetFormat
+from tasks.progress import Counted
 from tasks.readings import provisional_packing, scores_statement
 from tasks.records import (
     conversion_record,
@@ -144,7 +145,12 @@ def ensure_converted(job: Job, inspected: Step, converted: Step) -> tuple[Path, 
         for digest, prefix, files in wanted:
             if not job.disk.hold(job.converted_path(digest)):
                 fetch_directory(
-                    job.store, prefix, recorded_files(files), job.disk, job.converted_path(digest)
+                    job.store,
+                    prefix,
+                    recorded_files(files),
+                    job.disk,
+                    job.converted_path(digest),
+                    job.progress(f"downloading {prefix}", Counted.BYTES),
                 )
     except ObjectNotFound:
         job.log.info("%s: its converted files are neither here nor in the store; converting again", job.label)
@@ -158,9 +164,12 @@ def ensure_converted(job: Job, inspected: Step, converted: Step) -> tuple[Path, 
 def _fetch_source(job: Job) -> Path:
     source = job.disk.folder() / "source"
     if not source.is_dir():
+        # The adapter is converted twice, and neither copy is smaller than what was uploaded.
+        own = sum(file.digest.bytes for file in job.upload.adapter_files)
+        job.disk.require(3 * own, job.label)
         part = job.disk.folder() / uuid4().hex
         try:
-            download_upload(job.store, job.upload, part)
+            download_upload(job.store, job.upload, part, job.progress("downloading", Counted.BYTES))
         except ObjectNotFound as error:
             raise SourceGone(job.label, error.key) from error
         part.rename(source)
@@ -183,13 +192,14 @@ def _convert_both(job: Job, inspected: Step) -> tuple[Inspection, Converted, Con
     else:
         control = plan_control(found.layout, format=target)
         kind = control.kind
+    job.disk.require(plan.predicted_bytes + control.predicted_bytes, job.label)
     return found, _write(job, found, plan), _write(job, found, control), kind
 
 
 def _write(job: Job, found: Inspection, plan: ConversionPlan) -> Converted:
     """Written in the run's own folder, then moved to the name that its bytes give it."""
     fresh = job.disk.folder() / uuid4().hex
-    files = convert_adapter(found.files, plan, fresh, None)
+    files = convert_adapter(found.files, plan, fresh, job.progress("converting", Counted.BYTES))
     made = Converted(files, written_digest(files.files))
     job.disk.share(fresh, job.converted_path(made.output_digest))
     return made

@@ -7,6 +7,7 @@ system cannot be locked for removal, and would stay.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,11 +15,20 @@ from pathlib import Path
 from tempfile import mkdtemp
 from uuid import uuid4
 
+from tasks.errors import DiskFull
+
+RESERVE_BYTES = 512 << 20
+"""Left free in any case: for the logs, the catalog, and the runs beside this one, which have looked before it wrote."""
+
+# No room, no room within the user's quota, no room within the largest file that is allowed.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class RunDisk:
     """What one run uses of the folder `work`. Nothing is made before it is asked for; `close` lets go of all."""
 
     def __init__(self, work: Path) -> None:
+        self._work = work
         self._runs = work / "runs"
         self._folder: Path | None = None
         self._locks: dict[Path, int] = {}
@@ -34,6 +44,22 @@ class RunDisk:
                 made = Path(mkdtemp(dir=self._runs))
             self._folder = made
         return self._folder
+
+    def require(self, needed: int, adapter: str) -> None:
+        """Return if so many bytes can be written here, beside the reserve; for it, shared folders that no run uses go.
+
+        Raises:
+            DiskFull: there is no room even so.
+        """
+        folder = self.folder()
+        if shutil.disk_usage(folder).free >= needed + RESERVE_BYTES:
+            return
+        trim_folders(list(self._work.glob("served/*/*/*")), keep=0)
+        free = shutil.disk_usage(folder).free
+        if free < needed + RESERVE_BYTES:
+            expected = f"{_gigabytes(needed + RESERVE_BYTES)} free ({_gigabytes(RESERVE_BYTES)} as a reserve)"
+            found = f"{_gigabytes(free)}, and no converted adapter there that no run uses"
+            raise DiskFull(adapter, str(self._work), expected, found)
 
     def hold(self, path: Path) -> bool:
         """Whether this folder is there. If it is, it counts as used now, and nobody removes it before `close`."""
@@ -91,6 +117,21 @@ def trim_folders(folders: list[Path], keep: int) -> None:
             continue
     for path in sorted(used, key=lambda path: used[path], reverse=True)[keep:]:
         _remove_unused(path)
+
+
+def disk_full(error: OSError, adapter: str, work: Path) -> DiskFull | None:
+    """What an error of the disk says if it is about room; None if it is about anything else.
+
+    `work` is named where the error does not tell the file: most do not.
+    """
+    if error.errno not in _FULL:
+        return None
+    path = error.filename if isinstance(error.filename, str) else str(work)
+    return DiskFull(adapter, path, "room", f"the error {os.strerror(error.errno)!r} while writing")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _lock(path: Path, kind: int) -> int | None:

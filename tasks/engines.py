@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectAlreadyExists
 
 from roster.serving_engine import EngineInfo
 from storage.documents import read_document
@@ -117,7 +118,8 @@ def engine_lease(base: str, wait_s: float) -> Iterator[None]:
         LeaseLost: it could not be renewed while the block ran, which was broken off for that.
     """
     name = f"engine-{base}"
-    with get_client(sync_client=True) as client:
+    # Prefect looks, then makes it: of the first two runs of a new base, one may find it made meanwhile.
+    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
         client.upsert_global_concurrency_limit_by_name(name, 1)
     granted = False
     try:

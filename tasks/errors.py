@@ -21,6 +21,22 @@ class SourceGone(PipelineError):
         )
 
 
+class DiskFull(PipelineError):
+    """A folder's disk has no room for what a run has to write there."""
+
+    def __init__(self, adapter: str, folder: str, expected: str, found: str) -> None:
+        super().__init__(adapter, folder, expected, found)
+        self.adapter, self.folder, self.expected, self.found = adapter, folder, expected, found
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter}: expected {self.expected} on the disk of {self.folder}, found {self.found}. Make room "
+            "there: `served` below ROSTER_HOME/work holds converted adapters that can be fetched again, and while "
+            "nothing runs all of `work` may go; or set ROSTER_HOME to a folder on a larger disk. This run is taken up "
+            "again by itself."
+        )
+
+
 class NotReproducible(PipelineError):
     """Converting the same upload again gave other bytes, although the code's version is the same."""
 
@@ -224,6 +240,48 @@ class OpponentRefused(PipelineError):
         return (
             f"{self.adapter}: the engine would not load {self.where}, which it is compared with: {self.message}. "
             "Nothing is said of the adapter; look at the engine's log, then retry."
+        )
+
+
+class NothingPublished(PipelineError):
+    """No sync has published a roster yet."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: expected the roster in the store, found none: no adapter was ready at any sync. "
+            "`roster status` says what is on its way, and `roster sync` publishes what has become ready."
+        )
+
+
+class OtherServer(PipelineError):
+    """A server does not serve the base whose adapters it is to get, or it cannot be told which that is."""
+
+    def __init__(self, url: str, expected: str, found: str) -> None:
+        super().__init__(url, expected, found)
+        self.url, self.expected, self.found = url, expected, found
+
+    def __str__(self) -> str:
+        return (
+            f"server at {self.url}: expected it to serve {self.expected}, found {self.found}. Name the base with "
+            "--base, and start the server with --served-model-name as the base is registered (`roster base add`)."
+        )
+
+
+class StillServed(PipelineError):
+    """A server goes on serving adapters that it was told to forget."""
+
+    def __init__(self, url: str, names: str) -> None:
+        super().__init__(url, names)
+        self.url, self.names = url, names
+
+    def __str__(self) -> str:
+        return (
+            f"server at {self.url}: expected it to forget {self.names}, found them served still. Start it with "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, without which it takes no orders, and push again."
         )
 
 

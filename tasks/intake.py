@@ -13,12 +13,15 @@ from uuid import uuid4
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from storage.author_record import check_taken_up, read_author_record
 from storage.bases import Base, read_base
 from storage.claims import LedgerHandle, open_ledger
 from storage.digests import step_key
 from storage.documents import utc_now
 from storage.errors import (
+    AuthorRetired,
     BaseConflict,
+    BaseUndecided,
     ClaimHeld,
     HeldoutMissing,
     InvalidDocument,
@@ -27,6 +30,7 @@ from storage.errors import (
     ObjectNotFound,
     StoreUnavailable,
     UnknownBase,
+    UploadChanged,
     UploadIncomplete,
 )
 from storage.heldout import HeldoutSet, list_heldout, read_heldout
@@ -34,6 +38,7 @@ from storage.keys import parse_heldout_ref
 from storage.ledger import Outcome, Step, StepKind, SubmissionRef
 from storage.policy import Policy, find_policy
 from storage.s3 import S3Store
+from storage.settled import adopt_upload
 from storage.uploads import Upload, read_upload
 from tasks.disk import RunDisk, trim_folders
 from tasks.job import STEP_VERSIONS, Job, JobLimits
@@ -142,8 +147,23 @@ class Taken:
 
 
 @task(name="intake", persist_result=False, cache_policy=NO_CACHE)
-def intake(store: S3Store, author: str, run: str) -> Taken:
-    """An upload with what it refers to; see `take_in`."""
+def intake(store: S3Store, author: str, run: str, settle_s: int) -> Taken:
+    """An upload with what it refers to, see `take_in`; files that came without a marker are given theirs first.
+
+    Raises:
+        AdapterWaits: also where such files changed within `settle_s` seconds, are no whole adapter, or name no base.
+        AdapterStopped: the document of a base, among which theirs is looked for, cannot be read.
+        IntakeRefused: see `take_in`.
+    """
+    label = f"{author}/{run}"
+    try:
+        adopt_upload(store, author, run, settle_s=settle_s, now=utc_now())
+    except (UploadIncomplete, UploadChanged, BaseUndecided) as error:
+        raise AdapterWaits(label, Code(rule(error).code), str(error)) from error
+    except InvalidName as error:
+        raise IntakeRefused(label, Code.AMBIGUOUS_UPLOAD.value, str(error)) from error
+    except InvalidDocument as error:
+        raise AdapterStopped(label, Code(rule(error).code), str(error)) from error
     return take_in(store, author, run)
 
 
@@ -156,12 +176,17 @@ def take_in(store: S3Store, author: str, run: str) -> Taken:
     """
     upload = take_upload(store, author, run)
     try:
+        check_taken_up(read_author_record(store, author), upload.marker.base)
         base = read_base(store, upload.marker.base)
         needs = Needs(base, find_policy(store, base.name), _read_heldout(store, upload))
-    except (UnknownBase, HeldoutMissing, InvalidDocument) as error:
-        ruling = rule(error)
-        return Taken(upload, Hindrance(ruling.outcome, Code(ruling.code), str(error)))
+    except (AuthorRetired, UnknownBase, HeldoutMissing, InvalidDocument) as error:
+        return Taken(upload, _hindrance(error))
     return Taken(upload, needs)
+
+
+def _hindrance(error: Exception) -> Hindrance:
+    ruling = rule(error)
+    return Hindrance(ruling.outcome, Code(ruling.code), str(error))
 
 
 def take_upload(store: S3Store, author: str, run: str) -> Upload:
@@ -203,7 +228,8 @@ def claimed_job(
         IntakeRefused: the ledger cannot be used, or is ready for another base.
         Superseded: the adapter was submitted again since.
         AdapterBusy: another run holds the claim.
-        AdapterWaits, AdapterStopped: base or held-out text is missing, or cannot be used; recorded in the ledger.
+        AdapterWaits, AdapterStopped: the author is retired, or base or held-out text is missing or cannot be used; the
+            ledger has it.
     """
     marker = taken.upload.marker
     label = f"{marker.author}/{marker.run}"
@@ -218,7 +244,7 @@ def claimed_job(
         latest = max(known.submission for known in ledger.document.submissions)
         if marker.submission < latest:
             raise Superseded(label, marker.submission, latest)
-        needs = taken.needs
+        needs = _still_takes(store, taken)
         if isinstance(needs, Hindrance):
             raise _hinder(ledger, label, needs, worker, flow_run)
         with ledger.keep_claim(limits.claim_seconds):
@@ -249,6 +275,20 @@ def _open_ledger(store: S3Store, upload: Upload, label: str) -> LedgerHandle:
         return open_ledger(store, marker.author, upload.adapter_digest, marker.base, submission)
     except (BaseConflict, InvalidDocument) as error:
         raise IntakeRefused(label, rule(error).code.value, str(error)) from error
+
+
+def _still_takes(store: S3Store, taken: Taken) -> Needs | Hindrance:
+    """What the upload is judged with, unless its author was retired since it was taken in.
+
+    Asked once more under the claim: a purge breaks the claims that it finds after it has retired the author, so that no
+    run goes on beside it.
+    """
+    marker = taken.upload.marker
+    try:
+        check_taken_up(read_author_record(store, marker.author), marker.base)
+    except (AuthorRetired, InvalidDocument) as error:
+        return _hindrance(error)
+    return taken.needs
 
 
 def _release(ledger: LedgerHandle, label: str, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:

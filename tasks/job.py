@@ -20,11 +20,12 @@ from storage.s3 import S3Store
 from storage.uploads import Upload
 from tasks.bpb.measure import METHOD_VERSION
 from tasks.bpb.rulings import Thresholds
-from tasks.disk import RunDisk
+from tasks.disk import RunDisk, disk_full
 from tasks.lora.inspect import Inspection
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
 from tasks.outcomes import RULED, is_transient, refusal, rule, stoppage
+from tasks.progress import Counted, ProgressLines
 
 # A step's own version. Raise it when the same inputs would now give another result: old verdicts are then
 # shown as stale, and a re-run does the step again.
@@ -92,6 +93,10 @@ class Job:
         """Where a converted adapter lies on this machine; the engine loads it from here, so it never changes."""
         return self.served_path(self.author, output_digest)
 
+    def progress(self, what: str, unit: Counted) -> ProgressLines:
+        """What a long piece of work of this run tells how far it has come, for lines in the run's log."""
+        return ProgressLines(self.log, f"{self.label}: {what}", unit)
+
     def served_path(self, author: str, output_digest: str) -> Path:
         """The same for an adapter of any author on this base."""
         return self.limits.work_path / "served" / self.base.name / author / output_digest
@@ -155,16 +160,24 @@ def run_step(
 
     try:
         step = ended(work())
-    except RULED as error:
-        step = _append(job, ended(Result(rule(error).outcome, refusal(error))))
-        job.log.warning("%s: %s %s: %s", job.label, kind.value, step.outcome.value, error)
-        raise StepEnded(step) from error
     except Exception as error:
-        # Unknown errors, a result that is no JSON among them, stop the run, on the record, and surface whole in
-        # the run's log.
-        _append(job, ended(Result(Outcome.STOPPED, stoppage(error))))
-        raise
+        ruled = _ruled(job, error)
+        if ruled is None:
+            # Unknown errors, a result that is no JSON among them, stop the run, on the record, and surface whole in
+            # the run's log.
+            _append(job, ended(Result(Outcome.STOPPED, stoppage(error))))
+            raise
+        step = _append(job, ended(Result(rule(ruled).outcome, refusal(ruled))))
+        job.log.warning("%s: %s %s: %s", job.label, kind.value, step.outcome.value, ruled)
+        raise StepEnded(step) from error
     return _continue_or_end(_append(job, step))
+
+
+def _ruled(job: Job, error: Exception) -> Exception | None:
+    """The error as the table knows it, None if it does not; of the disk's own errors it knows those about room."""
+    if isinstance(error, RULED):
+        return error
+    return disk_full(error, job.label, job.limits.work_path) if isinstance(error, OSError) else None
 
 
 def _step(

@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 from storage.errors import ObjectNotFound, PreconditionFailed
 from storage.keys import UPLOADS
 from storage.objects import ObjectInfo
+from storage.progress import Tally
+from storage.training import redact_uri
 from tasks.errors import SourceGone
 from tasks.job import Job
 from tasks.lora.checks import CheckName, CheckResult
@@ -23,6 +25,7 @@ from tasks.lora.files import AdapterFiles
 from tasks.lora.merged import MergedFindings, Progress, compare_merged, read_otherwise
 from tasks.lora.sources import AdapterLayout
 from tasks.lora.weights import INDEX_NAME, open_weights
+from tasks.progress import Counted
 
 _SHOWN = 200
 _WEIGHTS = ".safetensors"
@@ -114,18 +117,25 @@ def check_merged(
 
     Raises:
         ReferenceInvalid: see `merged_check`.
+        DiskFull: there is no room for what has to be fetched.
         SourceGone: a file of it was deleted from the store, or replaced meanwhile.
         StoreUnavailable: a file could not be fetched.
     """
     if reference.directory is not None:
         return merged_check(source, layout, reference.directory, reference.weights, progress=progress)
+    job.disk.require(sum(one.bytes for one in reference.objects), job.label)
     folder = job.disk.folder() / "merged"
     folder.mkdir()
     try:
+        tally = Tally(
+            sum(one.bytes for one in reference.objects),
+            job.progress("fetching the merged checkpoint", Counted.BYTES),
+        )
         for one in reference.objects:
             job.log.info("%s: fetching %s (%d bytes)", job.label, one.key, one.bytes)
             try:
-                job.store.download_file(one.key, folder / one.key.rpartition("/")[2], if_match=one.etag)
+                path = folder / one.key.rpartition("/")[2]
+                job.store.download_file(one.key, path, if_match=one.etag, received=tally)
             except (ObjectNotFound, PreconditionFailed) as error:
                 raise SourceGone(job.label, one.key) from error
         return merged_check(source, layout, folder, reference.weights, progress=progress)
@@ -207,7 +217,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _uncompared(uri: str, why: str) -> Uncompared:
-    return Uncompared(f"merged_checkpoint {uri[:_SHOWN]!r} was not compared: {why}")
+    return Uncompared(f"merged_checkpoint {redact_uri(uri)[:_SHOWN]!r} was not compared: {why}")
 
 
 def _digest(lines: Iterator[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +11,7 @@ from roster import errors as catalog
 from storage import errors as store
 from storage.ledger import Outcome
 from tasks import errors as pipeline
+from tasks import lifecycle_errors as lifecycle
 from tasks.bpb import engine_errors as engine
 from tasks.bpb import errors as bpb
 from tasks.bpb import reference_errors as reference
@@ -51,6 +51,7 @@ class Code(StrEnum):
     INCOMPLETE_UPLOAD = "incomplete_upload"
     NO_HELDOUT = "no_heldout"
     UNKNOWN_BASE = "unknown_base"
+    AUTHOR_RETIRED = "author_retired"
     # stopped
     STORE_UNAVAILABLE = "store_unavailable"
     ENGINE_UNAVAILABLE = "engine_unavailable"
@@ -123,9 +124,12 @@ RULINGS: Mapping[type[Exception], Ruling] = {
     store.BaseConflict: Ruling(_Q, Code.BASE_MISMATCH),
     store.UploadAmbiguous: Ruling(_Q, Code.AMBIGUOUS_UPLOAD),
     store.UnknownBase: Ruling(_W, Code.UNKNOWN_BASE),
+    store.BaseUndecided: Ruling(_W, Code.UNKNOWN_BASE),
     store.HeldoutMissing: Ruling(_W, Code.NO_HELDOUT),
+    store.AuthorRetired: Ruling(_W, Code.AUTHOR_RETIRED),
     store.InvalidDocument: Ruling(_S, Code.INTERNAL),
     pipeline.SourceGone: Ruling(_S, Code.SOURCE_GONE),
+    pipeline.DiskFull: Ruling(_S, Code.DISK_FULL),
     pipeline.NotReproducible: Ruling(_S, Code.INTERNAL),
     # The store.
     store.StoreUnavailable: Ruling(_S, Code.STORE_UNAVAILABLE),
@@ -180,12 +184,18 @@ NOT_THERE: tuple[type[Exception], ...] = (
     catalog.RankNotServeable,
     reference.LibraryMissing,
     pipeline.MatrixDrift,
+    lifecycle.RosterNamesAuthor,
+    lifecycle.BackupDamaged,
+    pipeline.NothingPublished,
+    pipeline.StillServed,
 )
 """What says that the catalog cannot be used or written now; no adapter is judged by it."""
 
 MISUSE: tuple[type[Exception], ...] = (
+    catalog.PlanImpossible,
     catalog.QueryRefused,
     catalog.UnknownAuthor,
+    catalog.UnknownView,
     lora.DestinationExists,
     lora.DeviceMissing,
     store.InvalidName,
@@ -199,6 +209,11 @@ MISUSE: tuple[type[Exception], ...] = (
     reference.AdapterNotRead,
     pipeline.NobodyServed,
     pipeline.NotServed,
+    lifecycle.AdapterNotNamed,
+    lifecycle.PinRefused,
+    lifecycle.BackupRefused,
+    lifecycle.RestoreRefused,
+    pipeline.OtherServer,
 )
 """What only a command line can meet: something to correct there and then."""
 
@@ -272,7 +287,6 @@ def refused_document(error: Exception) -> dict[str, Any]:
 
 
 def stoppage(error: Exception) -> dict[str, Any]:
-    """An error that the table does not know, as a step's result: a full disk is told apart, the rest is ours."""
-    full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
-    code = (Code.DISK_FULL if full else Code.INTERNAL).value
+    """An error that the table does not know, as a step's result: it is ours."""
+    code = Code.INTERNAL.value
     return {"code": code, "codes": [code], "reason": f"{type(error).__name__}: {error}", "where": None}

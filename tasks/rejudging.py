@@ -12,7 +12,7 @@ from storage.claims import LedgerHandle, list_ledgers, open_ledger, read_ledger
 from storage.digests import step_key
 from storage.documents import utc_now
 from storage.errors import ClaimHeld, ClaimLost, InvalidDocument, ObjectNotFound
-from storage.keys import parse_ledger_key, training_key
+from storage.keys import manifest_key, parse_ledger_key, serving_prefix, training_key
 from storage.ledger import TERMINAL, Ledger, Outcome, Step, StepKind
 from storage.s3 import S3Store
 from storage.training import Training, parse_training
@@ -163,6 +163,11 @@ def _decide(store: S3Store, ledger: Ledger, thresholds: Thresholds) -> tuple[Rej
     found = replace(found, after=after, reason=str(result.record["reason"]))
     if result.outcome not in TERMINAL:
         return found, None
+    if result.outcome is Outcome.READY and not _is_staged(store, ledger.author, scores.output_digest):
+        reason = (
+            f"its files were taken out of the store: `roster retry {ledger.author} --force` stages them again"
+        )
+        return replace(found, after=None, reason=reason), None
     result.record["notes"].append("decided again from the scores in the ledger, without an engine")
     return replace(found, is_due=True), _Again(inputs, key, result)
 
@@ -188,6 +193,10 @@ def _find_scores(store: S3Store, ledger: Ledger, verdict: Step) -> Scores | str:
         are_others_ready=are_others_ready,
         training=training,
     )
+
+
+def _is_staged(store: S3Store, author: str, output_digest: str) -> bool:
+    return store.head(manifest_key(serving_prefix(author, output_digest))) is not None
 
 
 def _last(ledger: Ledger, kind: StepKind, key: str) -> Step | None:

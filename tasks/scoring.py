@@ -43,6 +43,7 @@ from tasks.judgement import find_drift
 from tasks.lora.ablate import Ablation
 from tasks.opponents import candidate_name, recorded_opponents
 from tasks.poison import begin_trial, record_death
+from tasks.progress import Counted, ProgressLines
 from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
 from tasks.validation import require_resolved
 
@@ -154,11 +155,11 @@ def _subjects(
     ]
     for other in opponents:
         path = job.served_path(other.author, other.output_digest)
+        name = candidate_name(other.author, other.output_digest)
         try:
-            fetch_served(job.store, other, job.disk, path)
+            fetch_served(job.store, other, job.disk, path, job.progress(f"downloading {name}", Counted.BYTES))
         except ObjectNotFound as error:
             raise OpponentGone(job.label, other.author, error.key) from error
-        name = candidate_name(other.author, other.output_digest)
         subjects.append(Subject(WRONG_PREFIX + other.author, name, str(path), other.is_3d_lora_weight))
     return tuple(subjects)
 
@@ -198,13 +199,14 @@ def _explain_refusal(
 
 
 def _report(job: Job) -> Progress:
-    """One log line for each subject when it begins."""
-    begun: set[str] = set()
+    """One log line for each subject when it begins, and others where it takes long."""
+    begun: dict[str, ProgressLines] = {}
 
     def report(label: str, done: int, total: int) -> None:
         if label not in begun:
-            begun.add(label)
+            begun[label] = job.progress(f"scoring {label}", Counted.PROMPTS)
             job.log.info("%s: scoring %s (%d prompts)", job.label, label, total)
+        begun[label](done, total)
 
     return report
 

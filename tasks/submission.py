@@ -11,6 +11,8 @@ from storage.bases import (
     BaseEngine,
     TargetFormat,
     find_base,
+    list_bases,
+    read_base,
     register_base,
     weights_digest,
 )
@@ -103,6 +105,17 @@ def add_base(
     return register_base(store, path.read_bytes(), document)
 
 
+def list_sharing(store: S3Store, name: str, engine_url: str | None) -> list[str]:
+    """The other bases whose engine is the same one; two bases cannot be scored by one.
+
+    Raises InvalidDocument, StoreUnavailable, StoreNotTrusted.
+    """
+    if engine_url is None:
+        return []
+    others = (other for other in list_bases(store) if other != name)
+    return [other for other in others if read_base(store, other).document.engine.url == engine_url]
+
+
 def _target_format(stated: str | None, before: BaseDocument | None) -> TargetFormat:
     if stated is not None:
         return TargetFormat(stated)
@@ -134,7 +147,7 @@ def _stated(
     before = parse_training(str(path), path.read_bytes())[0] if path.is_file() else Training()
     changes: dict[str, object] = {}
     if trainer is not None:
-        changes["trainer"] = _parse_trainer(trainer)
+        changes["trainer"] = parse_trainer(trainer)
     if reference is not None:
         changes["reference"] = decode_document(str(reference), reference.read_bytes(), Reference)
     if heldout:
@@ -144,8 +157,12 @@ def _stated(
     return before.model_copy(update=changes)
 
 
-def _parse_trainer(stated: str) -> Trainer:
-    """A wrong spelling would name a program that nobody knows, and its evidence would be lost without a word."""
+def parse_trainer(stated: str) -> Trainer:
+    """The program that a statement names; a wrong spelling would lose its evidence without a word.
+
+    Raises:
+        InvalidName: it is not written as name or name==version.
+    """
     match = re.fullmatch(r"([A-Za-z][\w.-]*)(?:==(\d[\w.+-]*))?", stated)
     if match is None:
         raise InvalidName("trainer", stated, "name==version, such as unsloth_zoo==2026.8.17")

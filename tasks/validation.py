@@ -23,6 +23,7 @@ from tasks.lora.files import open_adapter
 from tasks.lora.resolve import check_resolved
 from tasks.merged_reference import MergedReference, Uncompared, check_merged, find_merged
 from tasks.outcomes import refusal, rule
+from tasks.progress import Counted
 from tasks.readings import scores_statement, undecided_parameters
 from tasks.records import check_record
 from tasks.served import find_engine_gap, list_witnesses
@@ -43,12 +44,16 @@ def check(job: Job, inspected: Step, converted: Step) -> Step:
         found = read_source(job, scores_statement(inspected))
         depth, device = _choose_depth(job)
         report = check_conversion(
-            found.files, own_path, found.layout, target_format(job), served, depth=depth, device=device
+            *(found.files, own_path, found.layout, target_format(job), served),
+            depth=depth,
+            device=device,
+            progress=job.progress("checking", Counted.PARTS),
         )
         if isinstance(reference, Uncompared):
             report = report.noting(reference.reason)
         elif reference is not None and report.passed:
-            seen = check_merged(job, found.files, found.layout, reference)
+            compared = job.progress("comparing with the merged checkpoint", Counted.NUMBERS)
+            seen = check_merged(job, found.files, found.layout, reference, progress=compared)
             report = report.noting(seen.reason) if isinstance(seen, Uncompared) else report.adding(seen)
         error = find_failure(report)
         if error is None:

@@ -21,8 +21,9 @@ from prefect.states import Completed, Crashed, Failed, Pending, Running, Schedul
 from store_builders import make_adapter_directory, make_step, memory_store, submit_directory
 
 import flows.asking
+import flows.connect
 import flows.sweep
-from flows.asking import list_asked, request_onboard, request_sync
+from flows.asking import Asked, list_asked, request_onboard, request_sync
 from flows.deploy import deploy
 from flows.events import announce_upload
 from flows.settings import Settings
@@ -35,7 +36,8 @@ from storage.ledger import Outcome, Step, StepKind, SubmissionRef
 from storage.s3 import S3Store
 from storage.training import Training
 from storage.uploads import UploadMarker, read_upload
-from tasks.sweeping import Due, list_due
+from tasks.inbox import list_pending
+from tasks.sweeping import Due, Swept, list_due
 
 LATER = timedelta(minutes=5)
 LOG = logging.getLogger(__name__)
@@ -44,7 +46,9 @@ LOG = logging.getLogger(__name__)
 @pytest.fixture(scope="module")
 def deployed(prefect_server: None) -> None:
     """A real Prefect server that has our deployments, and no worker."""
-    deploy()
+    with memory_store() as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.connect, "open_store", lambda settings: store)
+        deploy()
 
 
 @pytest.fixture
@@ -54,7 +58,9 @@ def store() -> Iterator[S3Store]:
 
 
 def due(store: S3Store) -> list[tuple[str, str]]:
-    return [(one.author, one.why) for one in list_due(store, now=utc_now() + LATER, grace_s=60)]
+    return [
+        (one.author, one.why) for one in list_due(store, now=utc_now() + LATER, grace_s=60, settle_s=600).due
+    ]
 
 
 def upload(store: S3Store, folder: Path, author: str, **more: Any) -> UploadMarker:
@@ -81,6 +87,46 @@ def add_heldout(store: S3Store, folder: Path, author: str) -> None:
     register_heldout(store, author, "main", file)
 
 
+def test_each_upload_without_a_verdict_is_told_with_what_it_is_at(store: S3Store, tmp_path: Path) -> None:
+    add_tiny_base(store)
+    now = utc_now()
+    steps = {
+        "stopped": make_step(outcome=Outcome.STOPPED, code="engine_unavailable", reason="it is away"),
+        "waiting": make_step(outcome=Outcome.WAITING, code="no_heldout", reason="no text"),
+        "died": make_step(StepKind.CONVERTED),
+        "ready": judged(),
+    }
+    for author, step in steps.items():
+        record(taken_up(store, upload(store, tmp_path, author)), step)
+    claimed = taken_up(store, upload(store, tmp_path, "claimed"))
+    claimed.claim("worker-7 run-9", 60)
+    upload(store, tmp_path, "new", now=lambda: now - timedelta(minutes=90))
+    store.put(marker_key("unreadable", "run-1"), b"done")
+    store.put("uploads/settling/run-1/adapter_config.json", b"{}")
+    store.delete(f"uploads/incomplete/{upload(store, tmp_path, 'incomplete').run}/adapter_model.safetensors")
+    found = {one.author: one for one in list_pending(store, now=now + timedelta(seconds=9), settle_s=600)}
+    assert {name: one.state.value for name, one in found.items()} == {
+        name: name
+        for name in (*steps, "claimed", "new", "unreadable", "settling", "incomplete")
+        if name != "ready"
+    }
+    stopped = found["stopped"]
+    assert (stopped.code, stopped.reason, stopped.steps) == ("engine_unavailable", "it is away", 1)
+    assert stopped.changed_at == steps["stopped"].finished_at and stopped.base == BASE
+    assert found["claimed"].holder == "worker-7 run-9" and found["claimed"].expires_at is not None
+    assert next(iter(found)) == "new", "the oldest first"
+    after = list_pending(store, now=found["claimed"].expires_at, settle_s=600)
+    assert {one.author: one.state for one in after}["claimed"] == "died", (
+        "a claim past its time holds nothing"
+    )
+    said = flows.sweep.describe(list(found.values()), now + timedelta(seconds=9))
+    assert said.startswith(
+        "8 have no verdict (1 claimed, 1 died, 1 incomplete, 1 new, 1 settling, 1 stopped, "
+    )
+    assert said.endswith("the oldest, new/run-1, for 1:30:09 (new)")
+    assert flows.sweep.describe([], now) == "every upload has its verdict"
+
+
 def judged(training: str = "none", base: str = BASE) -> Step:
     step = make_step(StepKind.VERDICT, Outcome.READY)
     return step.model_copy(update={"inputs": {"base": base, "training": training}})
@@ -88,7 +134,7 @@ def judged(training: str = "none", base: str = BASE) -> Step:
 
 def test_an_upload_that_no_run_took_up_is_due_after_a_while(store: S3Store, tmp_path: Path) -> None:
     marker = upload(store, tmp_path, "ada")
-    assert list_due(store, now=utc_now(), grace_s=60) == []
+    assert list_due(store, now=utc_now(), grace_s=60, settle_s=600).due == []
     assert due(store) == [("ada", "no run has taken it up")]
     record(taken_up(store, marker), judged())
     assert due(store) == []
@@ -97,7 +143,7 @@ def test_an_upload_that_no_run_took_up_is_due_after_a_while(store: S3Store, tmp_
 def test_a_trainers_clock_that_is_ahead_keeps_no_upload_waiting(store: S3Store, tmp_path: Path) -> None:
     """It told local time as UTC, and was left to an event that never came for as many hours."""
     upload(store, tmp_path, "ada", now=lambda: utc_now() + timedelta(hours=9))
-    assert list_due(store, now=utc_now(), grace_s=60) == []
+    assert list_due(store, now=utc_now(), grace_s=60, settle_s=600).due == []
     assert due(store) == [("ada", "no run has taken it up")]
 
 
@@ -119,18 +165,22 @@ def test_an_upload_whose_marker_is_no_marker_gets_a_run_that_says_so(store: S3St
     store.put(marker_key("ada", "copied"), store.get(marker_key("ada", marker.run)).body)
     store.put(marker_key("bad", "run-1"), b"done")
     store.put("uploads/Some One/run-1/_READY.json", b"{}")
-    assert list_due(store, now=utc_now(), grace_s=60) == []
-    found = {f"{one.author}/{one.run}": one for one in list_due(store, now=utc_now() + LATER, grace_s=60)}
+    assert list_due(store, now=utc_now(), grace_s=60, settle_s=600).due == []
+    found = {
+        f"{one.author}/{one.run}": one
+        for one in list_due(store, now=utc_now() + LATER, grace_s=60, settle_s=600).due
+    }
     assert found.keys() == {"ada/run-1", "ada/copied", "bad/run-1", "Some One/run-1"}
     assert found["Some One/run-1"].why == "its name is none that we take"
     why = "its marker is none of this upload"
     assert [found[name].why for name in ("ada/copied", "bad/run-1")] == [why, why]
     before = found["bad/run-1"].key
     store.put(marker_key("bad", "run-1"), b"done!")
-    again = {one.key for one in list_due(store, now=utc_now() + LATER, grace_s=60)}
+    again = {one.key for one in list_due(store, now=utc_now() + LATER, grace_s=60, settle_s=600).due}
     assert before not in again and len(again) == 4, "one run for each marker"
 
 
+@pytest.mark.real
 def test_a_wait_for_two_things_says_which_is_missing_now(store: S3Store, tmp_path: Path) -> None:
     """Neither base nor held-out text is there. When the base has come, the ledger must not go on asking for it."""
     marker = upload(store, tmp_path, "ada")
@@ -179,7 +229,7 @@ def test_a_statement_corrected_while_a_run_was_at_it_is_looked_at(store: S3Store
     taken_up(store, second)
     ledger.append(judged())
     ledger.release()
-    due_now = list_due(store, now=now + LATER, grace_s=60)
+    due_now = list_due(store, now=now + LATER, grace_s=60, settle_s=600).due
     assert [(one.run, one.why) for one in due_now] == [
         ("run-2", "it was submitted again while a run was at it")
     ]
@@ -227,7 +277,7 @@ def test_one_look_tells_which_requests_have_a_run_on_its_way(
     end_run("swept-oak-1", Completed())
     end_run("swept-oak-2", Crashed(message="the worker is gone"))
     request_onboard("swept-oak-2", "run-1", key=keys[2])
-    assert {key for key in list_asked() if key.startswith("swept-oak")} == {*keys} - {keys[1]}
+    assert {key for key in list_asked(()).keys if key.startswith("swept-oak")} == {*keys} - {keys[1]}
 
 
 @pytest.mark.real
@@ -266,15 +316,18 @@ def test_a_run_that_died_with_its_machine_is_followed_by_another(
     author = f"swept-{begun.__name__.lower()}"
     request_onboard(author, "run-1", key=f"{author}/run-1/s")
     end_run(author, begun())
-    assert request_onboard(author, "run-1", key=f"{author}/run-1/s") and f"{author}/run-1/s" in list_asked()
+    assert (
+        request_onboard(author, "run-1", key=f"{author}/run-1/s")
+        and f"{author}/run-1/s" in list_asked(()).keys
+    )
     assert len(states_of(author)) == 1
     monkeypatch.setattr(flows.asking, "_CLAIMED_WITHIN", timedelta(0))
     monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
-    assert f"{author}/run-1/s" not in list_asked()
+    assert f"{author}/run-1/s" not in list_asked(()).keys
     assert request_onboard(author, "run-1", key=f"{author}/run-1/s", rescore=True)
     assert len(states_of(author)) == 1, "whoever asks for that has not looked who holds it"
     assert request_onboard(author, "run-1", key=f"{author}/run-1/s")
-    assert states_of(author)[1:] == ["Scheduled"] and f"{author}/run-1/s" in list_asked()
+    assert states_of(author)[1:] == ["Scheduled"] and f"{author}/run-1/s" in list_asked(()).keys
 
 
 @pytest.mark.real
@@ -289,27 +342,55 @@ def test_a_run_that_refused_its_upload_is_not_repeated(
 
 
 @pytest.mark.real
+def test_what_became_of_all_keys_is_read_together(deployed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for one by one, each upload that came to nothing made every sweep longer, for ever."""
+    monkeypatch.setattr(flows.asking, "_LOOKED_AHEAD", 2)
+    keys = {name: f"swept-fir-{name}/run-1/s" for name in ("refused", "failed", "often", "begun", "new")}
+    for name in ("refused", "failed", "often", "begun"):
+        request_onboard(f"swept-fir-{name}", "run-1", key=keys[name])
+    end_run("swept-fir-refused", Failed(name="Refused: ambiguous_upload"))
+    end_run("swept-fir-failed", Failed())
+    for _ in range(2):
+        end_run("swept-fir-often", Failed())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+            assert request_onboard("swept-fir-often", "run-1", key=keys["often"])
+    end_run("swept-fir-often", Failed())
+    asked = list_asked(list(keys.values()))
+    assert asked.resting == {keys["refused"], keys["failed"], keys["often"]}
+    assert asked.ended == {keys["refused"]: 1, keys["failed"]: 1, keys["often"]: 3}
+    assert keys["begun"] in asked.keys
+    monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
+    assert list_asked(list(keys.values())).resting == {keys["refused"]}
+    assert request_onboard("swept-fir-often", "run-1", key=keys["often"], ended=3)
+    assert states_of("swept-fir-often") == ["Failed", "Failed", "Failed", "Scheduled"]
+
+
 def test_uploads_that_cannot_be_started_do_not_keep_others_waiting(
-    deployed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Refused uploads stay due for ever and are the oldest; the batch is for those that a run can be started for."""
+    names = ("refused", "resting", "elsewhere", "new-1", "new-2", "new-3")
     listed = [
         Due(name, "run-1", "s", name, "why", datetime(2026, 3, day, tzinfo=UTC))
-        for day, name in enumerate(("refused-1", "refused-2", "new-1", "new-2", "new-3"), start=1)
+        for day, name in enumerate(names, start=1)
     ]
-    asked: list[str] = []
+    known = Asked(frozenset(), frozenset({("elsewhere", "run-1")}), {"new-1": 2}, frozenset({"resting"}))
+    asked: list[tuple[str, int]] = []
 
-    def request(author: str, run: str, **_: Any) -> bool:
-        asked.append(author)
+    def request(author: str, run: str, *, ended: int, **_: Any) -> bool:
+        asked.append((author, ended))
         return author.startswith("new")
 
-    settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=2)
+    settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=3)
     monkeypatch.setattr(flows.sweep, "load_settings", lambda: settings)
-    monkeypatch.setattr(flows.sweep, "list_due", lambda *_, **__: listed)
+    monkeypatch.setattr(flows.sweep, "get_run_logger", lambda: LOG)
+    monkeypatch.setattr(flows.sweep, "list_due", lambda *_, **__: Swept(listed, []))
+    monkeypatch.setattr(flows.sweep, "list_asked", lambda keys: known if [*keys] == [*names] else None)
     monkeypatch.setattr(flows.sweep, "request_onboard", request)
-    state = sweep(return_state=True)
-    assert asked == ["refused-1", "refused-2", "new-1", "new-2"]
-    assert "5 uploads were due, 2 runs are on their way" in (state.message or "")
+    state = sweep.fn()
+    assert asked == [("refused", 0), ("new-1", 2), ("new-2", 0)]
+    assert "6 uploads were due, 3 runs are on their way" in (state.message or "")
 
 
 @pytest.mark.parametrize(

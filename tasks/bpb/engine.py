@@ -92,6 +92,10 @@ class Engine:
         """The names of the base and of all adapters that are loaded now."""
         return tuple(card.id for card in self._model_cards())
 
+    def list_adapters(self) -> tuple[ModelCard, ...]:
+        """The adapters that are loaded now: the name and path (`root`) of each, as the server has them."""
+        return tuple(card for card in self._model_cards() if card.parent is not None)
+
     def max_model_len(self) -> int:
         """The longest prompt and completion together, in tokens."""
         for card in self._model_cards():
@@ -111,7 +115,9 @@ class Engine:
     def load(self, name: str, path: str, *, is_3d: bool) -> None:
         """Make the adapter in directory `path`, as the server sees it, available as model `name`.
 
-        `is_3d`: its experts are in vLLM's fused format. Loading a name again from the same path is no error.
+        `is_3d`: its experts are in vLLM's fused format. Loading a name again from the same path is no error. A server
+        on another machine, where there is no such path, is asked for the name itself: with the resolver plugin it
+        fetches from the store what is staged under the digest in the name, which is the same adapter.
         Raises EngineRefused when a live server does not take the adapter, or has the name from another path;
         EngineUnavailable also when its message says that it is ill itself: out of memory, out of disk, its device lost;
         EngineFlagMissing, EngineUnsupported when its message says that it would take no such adapter as it was
@@ -122,7 +128,12 @@ class Engine:
         if answer.is_success:
             return
         if answer.status_code == httpx.codes.NOT_FOUND:
-            expected = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and {path} to be readable by the server"
+            if self._fetches(name):
+                return
+            expected = (
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and {path} to be readable by the server; or a server with the "
+                "resolver plugin, which fetches it from the store"
+            )
             found = f"HTTP 404: {error_message(answer.content)}"
             raise EngineProtocolError("POST /v1/load_lora_adapter", name, expected, found)
         if answer.is_client_error and any(
@@ -137,6 +148,14 @@ class Engine:
         if answer.is_server_error and (is_engine_ill(message) or not self.is_healthy()):
             raise self._unavailable("POST /v1/load_lora_adapter", answer, name)
         raise EngineRefused(name, path, answer.status_code, message)
+
+    def _fetches(self, name: str) -> bool:
+        """Whether the server answers for this name, of which it may have to fetch the adapter first."""
+        body = {"model": name, "prompt": "a", "max_tokens": 1}
+        answer = self._send("POST", "/v1/completions", body, model=name)
+        if answer.is_server_error:
+            raise self._unavailable("POST /v1/completions", answer, name)
+        return answer.is_success
 
     def unload(self, name: str) -> None:
         """Have the server forget an adapter; one it does not know is no error.
