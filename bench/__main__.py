@@ -19,6 +19,10 @@ BENCHES = {
     "check": "a check of the published size, quick and full; does the quick one miss a damage?",
     "fuzz": "does everything that is wrong with an adapter end in an error of our own?",
     "score": "tokens a second of scoring, beside a bare loop of requests and vLLM in one process",
+    "serving": "speed, memory, first load, swap and hit of a server at 0, 1, 2, 4, 8 and 16 adapter slots",
+    "trigger": "how soon a run is at work, after an event and after a sweep, beside Prefect's smallest flow",
+    "backlog": "hundreds of adapters at once: do pace and memory stay as they are, is the server ever too busy?",
+    "catalog": "the catalog at ten thousand authors: made anew, listed, brought up to date, asked, reported",
     "mutations": "is every damage to a conversion, and every wrong decision about an adapter, named?",
 }
 

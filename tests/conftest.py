@@ -17,6 +17,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+WHOLLY_REAL = "\npytestmark = pytest.mark.real"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are real as a whole are not even imported by the fast tier, each of whose processes collects all."""
+    if config.option.markexpr != "not real" or collection_path.suffix != ".py":
+        return None
+    return True if WHOLLY_REAL in collection_path.read_text("utf-8") else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-snapshots",

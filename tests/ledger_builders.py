@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from roster.rows import BaseText, LedgerText
+from roster.incoming import BaseText, LedgerText
 
 Document = dict[str, Any]
 

@@ -10,10 +10,10 @@ _POLL_S = 0.02
 
 
 class LoopbackServer:
-    """Serves with a handler at `url`, a port that was free, while it is entered as a context manager."""
+    """Serves with a handler at `url`, a port that was free unless one is given, while entered as a context manager."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 

@@ -20,6 +20,7 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from scripted_scorer import ScriptedScorer
 
+import flows.notify
 import flows.onboard
 import storage.submit
 import tasks.page
@@ -168,6 +169,7 @@ def _take_prefect_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(flows.onboard, "get_run_logger", lambda: logging.getLogger("onboard"))
     patch.setattr(flows.onboard, "request_sync", lambda *_: None)
     patch.setattr(tasks.page, "create_markdown_artifact", lambda *_, **__: None)
+    patch.setattr(flows.notify, "emit_event", lambda *_, **__: None)
 
 
 def add_tiny_base(

@@ -32,6 +32,7 @@ class ScriptedServer(LoopbackServer):
         base_bpb: float,
         score: Callable[[str, str], float | None],
         refuse: Mapping[str, str],
+        port: int = 0,
     ) -> None:
         self.bases, self.base_bpb, self.score, self.refuse = bases, base_bpb, score, refuse
         self.loaded: dict[str, str] = {}
@@ -65,7 +66,7 @@ class ScriptedServer(LoopbackServer):
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        super().__init__(Handler)
+        super().__init__(Handler, port)
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer | None:
         """What goes out for a request; None drops the connection instead."""

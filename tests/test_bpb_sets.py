@@ -15,6 +15,8 @@ from tasks.bpb.measure import Measurement, SubjectBits, UnitBytes, VoidedUnit
 from tasks.bpb.rulings import Code, Outcome, Thresholds
 from tasks.bpb.verdict import Verdict, decide
 
+pytestmark = pytest.mark.real
+
 ASH, BIRCH = "ash/main", "birch/letters"
 FLOOR = Thresholds().floor
 BAD = GOOD | {"own": 2.5}

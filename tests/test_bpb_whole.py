@@ -61,6 +61,7 @@ def test_an_adapter_that_lies_about_its_packing_is_not() -> None:
     assert verdict.reason.endswith("the declared packing is wrong")
 
 
+@pytest.mark.real
 def test_a_base_that_adapters_contaminate_stops_the_run() -> None:
     """vllm#42008: base output is wrong once an adapter was used."""
     assert judge("/ann", drift=0.02).code is Code.ENGINE_DRIFT

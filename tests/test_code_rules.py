@@ -19,12 +19,21 @@ REFERENCE_SCORER = ("tasks/bpb/reference_model.py", "tasks/bpb/reference_adapter
 # Which files may import a library (a prefix ends with "/"). Everything else goes through them.
 DOORS = {
     "boto3": ("storage/s3.py",),
-    "botocore": ("storage/s3.py",),
-    "duckdb": ("roster/catalog.py",),
-    "httpx": ("tasks/bpb/engine.py",),
+    "botocore": ("storage/s3.py", "storage/answers.py"),
+    # The reader names the type of a relation.
+    "duckdb": ("roster/attached.py", "roster/catalog.py", "roster/reader.py"),
+    "httpx": (
+        "tasks/bpb/engine.py",
+        "flows/overview.py",
+    ),
     "vllm": ("roster/engine_plugin/", "bench/score_in_process.py"),
-    "prefect": ("flows/", "tasks/*.py"),
-    "transformers": ("demo/", "bench/", *REFERENCE_SCORER),
+    "prefect": ("flows/", "tasks/*.py", "bench/prefect_runs.py"),
+    "transformers": (
+        "demo/",
+        "bench/",
+        "flows/callback.py",
+        *REFERENCE_SCORER,
+    ),  # the callback is its Trainer's
     "peft": ("demo/", "bench/", *REFERENCE_SCORER),
     "pickle": (),
 }

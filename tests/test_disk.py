@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pipeline_builders import Desk
 
-from tasks.disk import RunDisk, trim_folders
+from storage.ledger import Outcome, StepKind
+from storage.s3 import S3Store
+from tasks.disk import RESERVE_BYTES, RunDisk, disk_full, trim_folders
+from tasks.errors import DiskFull
+
+Usage = namedtuple("Usage", "total used free")
 
 
 def made(path: Path, *, age_s: float = 0.0) -> Path:
@@ -125,3 +137,105 @@ def test_a_dropped_folder_stays_while_another_run_uses_it(tmp_path: Path) -> Non
     assert not folder.exists()
     one.close()
     two.close()
+
+
+def disk_of(patch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
+    patch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free()))
+
+
+def test_shared_folders_that_nobody_uses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be fetched again; those of the run itself and of others at work stay."""
+    used, old, new = (
+        made(tmp_path / "served" / "base" / "author" / name, age_s=age)
+        for name, age in (("used", 90), ("old", 80), ("new", 70))
+    )
+    disk, other = RunDisk(tmp_path), RunDisk(tmp_path)
+    assert other.hold(used)
+    disk_of(monkeypatch, lambda: RESERVE_BYTES + 1000 - 300 * sum(one.exists() for one in (used, old, new)))
+    disk.require(100, "alder/run-1")
+    assert new.exists() and old.exists(), "there is room without"
+    disk.require(600, "alder/run-1")
+    assert used.exists() and not new.exists() and not old.exists()
+    disk.require(700, "alder/run-1")
+    with pytest.raises(DiskFull):
+        disk.require(701, "alder/run-1")
+    disk.close()
+    other.close()
+
+
+def test_a_full_disk_stops_the_run_before_anything_is_downloaded(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """prefect#10188's kind: what fails half way fails in a hundred ways; what is known beforehand fails in one."""
+    desk.heldout("alder")
+    upload = desk.submit("alder", desk.adapter("alder"))
+    own = sum(file.digest.bytes for file in upload.adapter_files)
+    room = [RESERVE_BYTES + 3 * own - 1]
+    disk_of(monkeypatch, lambda: room[0])
+    downloads: list[str] = []
+    download = S3Store.download_file
+
+    def watched(store: S3Store, key: str, path: Path, **more: Any) -> object:
+        downloads.append(key)
+        return download(store, key, path, **more)
+
+    monkeypatch.setattr(S3Store, "download_file", watched)
+    state = desk.run("alder")
+    assert state.name == "Stopped: disk_full" and downloads == []
+    work = desk.settings.work_path
+    needed, free = f"{(RESERVE_BYTES + 3 * own) / 1e9:.2f} GB free", f"{room[0] / 1e9:.2f} GB"
+    for fact in ("alder/run-1", needed, f"found {free}", str(work), "all of `work` may go", "ROSTER_HOME"):
+        assert fact in str(state.message)
+    [last] = desk.ledger("alder").steps
+    assert (last.kind, last.outcome, last.result["code"]) == (
+        StepKind.INSPECTED,
+        Outcome.STOPPED,
+        "disk_full",
+    )
+    assert desk.ledger("alder").claim is None
+    assert [path for path in work.rglob("*") if path.is_file()] == []
+    room[0] = RESERVE_BYTES + 10 * own
+    assert desk.run("alder").name == "Ready" and downloads
+
+
+def test_a_disk_that_is_full_for_the_conversion_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It filled up after the download: nothing is begun that cannot be ended."""
+    desk.heldout("alder")
+    desk.submit("alder", desk.adapter("alder"))
+    room = iter((10**12,))
+    disk_of(monkeypatch, lambda: next(room, RESERVE_BYTES))
+    assert desk.run("alder").name == "Stopped: disk_full"
+    last = desk.ledger("alder").steps[-1]
+    assert (last.kind, last.outcome) == (StepKind.CONVERTED, Outcome.STOPPED)
+    assert [path for path in desk.settings.work_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_systems_own_words_for_a_full_disk_are_known(tmp_path: Path) -> None:
+    """No room, and a file beyond what is allowed: both as the kernel says it."""
+    with Path("/dev/full").open("wb", buffering=0) as device, pytest.raises(OSError) as no_room:
+        device.write(b"x")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "large").open("wb", buffering=0) as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+        try:
+            with pytest.raises(OSError) as too_large:
+                os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (no_room.value.errno, too_large.value.errno) == (errno.ENOSPC, errno.EFBIG)
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/elsewhere/file")
+    for error, where in (
+        (no_room.value, str(tmp_path)),
+        (too_large.value, str(tmp_path)),
+        (quota, "/elsewhere/file"),
+    ):
+        said = str(disk_full(error, "alder/run-1", tmp_path))
+        for fact in (
+            "alder/run-1",
+            "expected room",
+            f"the disk of {where}",
+            os.strerror(error.errno or 0),
+            "Make room",
+        ):
+            assert fact in said
+    assert disk_full(OSError(errno.EACCES, "Permission denied"), "alder/run-1", tmp_path) is None

@@ -9,7 +9,7 @@ import pytest
 
 import storage.errors as store
 import tasks.errors as pipeline
-from roster.story import ADVICE
+from roster.advice import ADVICE
 from storage.ledger import Outcome
 from tasks.bpb import errors as bpb
 from tasks.bpb.engine_errors import EngineRefused
@@ -42,7 +42,9 @@ IDEAS: dict[type[Exception], str] = {
     store.BaseConflict: "an adapter belongs to one base",
     store.UploadAmbiguous: "put one save's files into a folder of its own",
     store.UnknownBase: "Register it with `roster base add`",
+    store.BaseUndecided: "training.json",
     store.HeldoutMissing: "`roster heldout add`",
+    store.AuthorRetired: "`roster release AUTHOR`",
     EngineRefused: "message stands in the reason",
     pipeline.AdapterKillsEngine: "two freshly started engines died in this adapter's turn",
     bpb.HeldoutUnusable: "Register a held-out set with more texts of this author",

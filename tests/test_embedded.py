@@ -50,6 +50,7 @@ from flows.settings import Settings
 from flows.supervisor import ChildUnfitError
 from flows.up import embedded_config
 from storage.s3 import S3Store
+from storage.trust import probe_store
 
 NOTHING = OneShot("nothing", (sys.executable, "-S", "-c", "print('nothing to set up')"))
 ENGINE = EngineSpec(
@@ -469,7 +470,7 @@ def test_the_real_services_start_work_stop_and_start_again(tmp_path: Path) -> No
         assert is_answering(f"{first.prefect.api_url}/health")
         assert all(log.exists() for log in first.logs.values())
         store = open_store(first)
-        store.probe()
+        probe_store(store)
         store.put("some/key", b"kept over restarts")
 
         deployment = json.load(

@@ -278,6 +278,20 @@ def test_a_server_that_cannot_load_at_all_is_not_the_adapters_fault() -> None:
     assert "/adapters/2222 to be readable by the server" in str(caught.value)
 
 
+def test_a_server_on_another_machine_is_asked_for_the_name() -> None:
+    """With the resolver plugin it fetches the adapter; a server that fails meanwhile is not without the plugin."""
+    answers = [Reply(200, {}), Reply(503, b"busy")]
+    with (
+        ScriptedEngine({**HEALTHY, COMPLETIONS: answers}) as server,
+        Engine(server.url, timeout_s=1) as engine,
+    ):
+        engine.load("bea@2222", "/adapters/2222", is_3d=False)
+        [(route, body)] = server.requests[1:]
+        assert (route, body["model"]) == (COMPLETIONS, "bea@2222")
+        with pytest.raises(EngineUnavailable, match="busy"):
+            engine.load("bea@2222", "/adapters/2222", is_3d=False)
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -349,9 +349,15 @@ def test_only_a_ready_adapter_of_its_size_goes_first(
     deaths: list[Any] = [step.result[DEATH] for step in scored_steps(desk, "hazel")]
     assert [death["survivor"] for death in deaths] == [None] * 3
     later = utc_now() + timedelta(minutes=10)
-    assert not [one for one in list_due(desk.store, now=later, grace_s=0) if one.author == "hazel"]
+    assert not [
+        one for one in list_due(desk.store, now=later, grace_s=0, settle_s=600).due if one.author == "hazel"
+    ]
     later += timedelta(minutes=5)
-    assert [one.author for one in list_due(desk.store, now=later, grace_s=0) if one.author == "hazel"]
+    assert [
+        one.author
+        for one in list_due(desk.store, now=later, grace_s=0, settle_s=600).due
+        if one.author == "hazel"
+    ]
 
 
 def test_an_opponent_that_kills_engines_is_passed_over(played: tuple[Desk, FaultyServer]) -> None:

@@ -37,6 +37,8 @@ from tasks.lora.write import WrittenFile
 from tasks.outcomes import Code, rule
 from tasks.records import conversion_record
 
+pytestmark = pytest.mark.real
+
 Tensors = dict[str, torch.Tensor]
 HEALTHY = {"GET /health": [Reply()]}
 LOAD = "POST /v1/load_lora_adapter"

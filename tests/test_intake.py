@@ -80,7 +80,9 @@ def test_an_ambiguous_upload_is_quarantined_on_the_record(
     reason = str(verdict.result["reason"])
     assert reason.startswith(f"{LABEL}: ") and found in reason and reason.endswith("and submit that.")
     assert desk.keys("serving/") == [] and desk.keys("control/") == []
-    assert list_due(desk.store, now=utc_now() + timedelta(days=1), grace_s=60) == [], "it is final"
+    assert list_due(desk.store, now=utc_now() + timedelta(days=1), grace_s=60, settle_s=600).due == [], (
+        "it is final"
+    )
 
 
 def test_names_that_collide_are_mended_by_submitting_again(desk: Desk) -> None:
@@ -139,7 +141,9 @@ def test_a_statement_that_cannot_be_read_is_on_the_record_and_mended_by_submitti
     reason = str(verdict.result["reason"])
     assert reason.startswith(f"{LABEL}: training.json: found {found}"[:40]) and found in reason
     assert "expected what a trainer may state" in reason and "Correct it" in reason
-    assert list_due(desk.store, now=utc_now() + timedelta(days=1), grace_s=60) == [], "it is final"
+    assert list_due(desk.store, now=utc_now() + timedelta(days=1), grace_s=60, settle_s=600).due == [], (
+        "it is final"
+    )
     desk.submit("ada", folder, run="run-2")
     assert desk.run("ada", "run-2").name == "Ready"
 

@@ -24,6 +24,8 @@ from tasks.lora.inspect import inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.plan import plan_conversion
 
+pytestmark = pytest.mark.real
+
 # What a fused parameter's output rows are. Source: transformers, `_apply_gate` in models/gpt_oss/modeling_gpt_oss.py
 # and `chunk(2, dim=-1)` in the others' experts.
 TURNS = ("gpt_oss",)

@@ -47,6 +47,8 @@ from tasks.lora.inspect import Inspection
 from tasks.lora.plan import PlanKind, plan_control, plan_conversion
 from tasks.lora.target import TargetFormat
 
+pytestmark = pytest.mark.real
+
 PER_EXPERT, STACKED = TargetFormat.PER_EXPERT, TargetFormat.STACKED
 Tensors = dict[str, torch.Tensor]
 

@@ -50,6 +50,7 @@ def test_the_bound_is_small_for_what_is_used_and_grows_with_less() -> None:
     assert bound_miss(PROBES, damage=PROBED_DAMAGE, threshold=PROBED_DAMAGE) == 1.0
 
 
+@pytest.mark.real
 def test_two_thousand_damages_of_a_thousandth_are_all_found(tmp_path: Path) -> None:
     """Each pair of an adapter is a trial with a damage of its own kind and its own random numbers."""
     found = run_trials(tmp_path, Sizes(layers=4, experts=64, rank=3, hidden=24, inter=10), range(3))

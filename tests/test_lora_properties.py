@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +50,8 @@ from tasks.lora.reading import read_layout
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.target import TargetFormat
 from tasks.lora.views import View, whole
+
+pytestmark = pytest.mark.real
 
 Tensors = dict[str, torch.Tensor]
 PACKINGS = [packing.value for packing in Packing]

@@ -50,6 +50,8 @@ from tasks.matrix_generation import Generation, column_of_samples, describe_gene
 from tasks.matrix_plan import Plan, plan_cells
 from tasks.matrix_report import matrix_lines, render_matrix
 
+pytestmark = pytest.mark.real
+
 THREE = ("ash", "bay", "cob")
 
 

@@ -30,6 +30,8 @@ from tasks.lora.checks import CheckName, CheckResult
 from tasks.lora.errors import LayoutConflict, MergedMismatch, ReferenceInvalid
 from tasks.merged_reference import MergedReference, Uncompared, check_merged, find_merged, merged_check
 
+pytestmark = pytest.mark.real
+
 BASE_WEIGHTS = base_weights()
 PREFIX = "uploads/ash/run-3/merged"
 
@@ -61,6 +63,7 @@ def make_job(
         limits=SimpleNamespace(merged_root=root),
         disk=RunDisk(tmp_path / "work"),
         log=logging.getLogger("test"),
+        progress=lambda what, unit: lambda done, total: None,
     )
 
 

@@ -6,7 +6,9 @@ import json
 import shutil
 from asyncio import CancelledError
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,6 +284,20 @@ def test_one_run_at_a_time_has_the_engine(prefect_server: None) -> None:
     assert "some-base" in str(refused.value) and rule(refused.value).code is Code.ENGINE_UNAVAILABLE
     with engine_lease("some-base", 5), pytest.raises(TimeoutError), engine_lease("another", 5):
         raise TimeoutError("what goes wrong inside is not about the lease")
+
+
+def test_the_first_runs_of_a_new_base_begin_together(prefect_server: None) -> None:
+    """Prefect's own way to make a limit looks first: the second of two runs was told that it exists, and failed."""
+    at_once = Barrier(4)
+
+    def lease(base: str) -> None:
+        at_once.wait(30)
+        with engine_lease(base, 60):
+            pass
+
+    with ThreadPoolExecutor(at_once.parties) as pool:
+        for turn in range(3):
+            list(pool.map(lease, [f"new-{turn}"] * at_once.parties))
 
 
 def test_a_lost_lease_is_a_stop(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from tasks.bpb.engine_errors import EngineRefused
 from tasks.lora.checks import CheckName, CheckReport
 from tasks.page import render_page
 
+pytestmark = pytest.mark.real
+
 
 def step_of(desk: Desk, author: str, kind: StepKind) -> Step:
     return next(step for step in reversed(desk.ledger(author).steps) if step.kind is kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from grove_builders import BOTH, JUDGING, READING, decided, packing_of, plant, say, score_truly, story
 from lora_builders import encode, save_adapter
 from pipeline_builders import BASE, Desk, publish_engine
@@ -16,6 +17,8 @@ from storage.documents import put_document, read_document
 from storage.keys import base_document_key, engine_key
 from storage.ledger import Outcome
 from tasks.policy import drop_policy
+
+pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
 
 
 def test_a_false_marker_is_told_by_the_tensors(grove: Desk) -> None:

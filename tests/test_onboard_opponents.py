@@ -22,6 +22,8 @@ from storage.matrices import MatrixAdapter, MatrixDocument, MatrixShare, MatrixT
 from tasks.bpb.engine_errors import EngineRefused
 from tasks.opponents import candidate_name, recorded_opponents
 
+pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
+
 SERVED = ("alder", "birch", "cedar")
 
 

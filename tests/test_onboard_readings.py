@@ -21,6 +21,8 @@ from tasks.bpb.engine_errors import EngineUnavailable
 from tasks.page import render_page
 from tasks.policy import drop_policy
 
+pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
+
 PACKINGS: tuple[PackingName, ...] = ("rank_major", "grouped_by_expert")
 
 

@@ -18,6 +18,8 @@ from storage.ledger import Ledger, Outcome
 from storage.training import Training
 from tasks.training_file import list_base_warnings
 
+pytestmark = pytest.mark.real
+
 FIRST = {
     upload.code: author
     for author, upload in reversed(tuple(BAD.items()))

@@ -13,6 +13,8 @@ import tasks.scoring
 from roster.serving_engine import EngineInfo
 from storage.ledger import Outcome, Step, StepKind
 
+pytestmark = pytest.mark.real
+
 ENGINE = f"engines/{BASE}.json"
 
 

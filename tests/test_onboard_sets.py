@@ -15,6 +15,8 @@ from tasks.intake import Hindrance, take_in
 from tasks.outcomes import Code
 from tasks.page import render_page
 
+pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
+
 
 def submit_for_both(desk: Desk, *sets: str) -> None:
     folder = desk.adapter("alder")

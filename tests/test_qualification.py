@@ -42,6 +42,8 @@ from tasks.qualification import QualifyLimits, ServedBase, find_served_base, qua
 from tasks.roster_sample import choose_sample, compare_sample, score_again
 from tasks.served import served_by_engine, served_by_snapshot
 
+pytestmark = pytest.mark.real
+
 EXPERTS, ATTENTION = TensorClass.ROUTED_EXPERTS, TensorClass.ATTENTION
 GOLDEN = Path(__file__).parent / "golden" / "families"
 URL = "http://127.0.0.1:9"

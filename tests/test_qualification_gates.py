@@ -14,6 +14,8 @@ from tasks.engine_gates import _Gates, _Together, run_gates
 from tasks.gate_adapters import MOST_ADAPTERS
 from tasks.lora.target import TargetFormat
 
+pytestmark = pytest.mark.real
+
 COMPANY = ("two_adapters", "slots_full", "evicted")
 
 

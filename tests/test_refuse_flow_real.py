@@ -1,32 +1,22 @@
 """Bad uploads beside good ones, through the pipeline as it runs: each bad one has its code, each good one is ready.
 
-Real are the object store, the Prefect server with our deployments, and the worker, all as `roster up` starts them, and
-each flow run is a process of its own that this worker has started and waits for. Two things stand in for others:
-
-- The engine is a scripted server behind vLLM's routes: on a CPU the real one would take half an hour for these
-  (tests/test_demo_real.py scores on it).
-- The worker's command is prefork.py, which forks an interpreter that has imported the flows: importing takes ten times
-  as long as most of these runs. So nothing here shows that a fresh interpreter can import the flows, or that its log
-  reaches the server; tests/test_demo_real.py has the worker start them by its own command.
+Real are the object store, the Prefect server with our deployments, and the worker with its runs, all as `roster up`
+starts them. The engine is a scripted server behind vLLM's routes: on a CPU the real one would take half an hour for
+these (tests/test_demo_real.py scores on it).
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from pipeline_builders import BASE_BPB
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -52,9 +42,9 @@ from flows.embedded import start_detached, stop_embedded
 from flows.embedded_config import EmbeddedConfig
 from flows.services import Services
 from flows.settings import base_environment
+from roster.advice import ADVICE
 from roster.catalog import open_catalog
 from roster.serving import Roster
-from roster.story import ADVICE
 from storage.claims import list_ledgers
 from storage.documents import read_document
 from storage.keys import roster_key
@@ -65,7 +55,6 @@ from tasks.outcomes import RULINGS
 
 pytestmark = pytest.mark.real
 
-PREFORK = Path(__file__).with_name("prefork.py")
 DEADLINE_S = 900
 WORKERS = 3
 PAGE = 200
@@ -74,6 +63,7 @@ ELSEWHERE = {
     "delta_mismatch": "a fault of the conversion: tests/test_lora_check.py",
     "unresolved_keys": "depends on the engine: tests/test_onboard_resolve.py",
     "reference_mismatch": "needs the trainer's own scores: tests/test_bpb_verdict.py",
+    "author_retired": "brought about by an operator: tests/test_lifecycle.py",
 }
 
 
@@ -112,46 +102,13 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     }
     config = EmbeddedConfig(home=home, engine_python=Path(sys.executable), worker_limit=WORKERS)
     home.mkdir()
-    with (
-        forking(folder / "fork") as socket,
-        ScriptedServer(tuple(BASES), BASE_BPB, score, REFUSED) as engine,
-    ):
+    with ScriptedServer(tuple(BASES), BASE_BPB, score, REFUSED) as engine:
         try:
             services = start_detached(config, environment={**base_environment(), **variables}, announce=print)
             with temporary_settings({PREFECT_API_URL: services.prefect.api_url}):
-                fork_flow_runs(socket)
                 yield play(services, home, temporary, engine.url)
         finally:
             stop_embedded(home, timeout_s=90)
-
-
-@contextmanager
-def forking(socket: Path) -> Iterator[Path]:
-    """The process that flow runs fork off, listening at `socket` as soon as it has imported them."""
-    command = [sys.executable, str(PREFORK), "serve", str(socket)]
-    process = subprocess.Popen(
-        command, cwd=PREFORK.parents[1], stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not socket.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        yield socket
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # with whatever runs are at work, after a failure
-        process.wait(30)
-
-
-def fork_flow_runs(socket: Path) -> None:
-    """Have the worker start this command for every flow run of ours; their logs stay in its own."""
-    variables = {
-        "command": f"{sys.executable} -I -S {PREFORK} run {socket}",
-        "env": {"PREFECT_LOGGING_TO_API_ENABLED": "false"},
-    }
-    with get_client(sync_client=True) as client:
-        for deployment in client.read_deployments():
-            client.update_deployment(deployment.id, DeploymentUpdate(job_variables=variables))
 
 
 def play(services: Services, home: Path, temporary: Path, engine_url: str) -> Played:

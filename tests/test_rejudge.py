@@ -20,6 +20,8 @@ from tasks.bpb.rulings import Thresholds
 from tasks.job import STEP_VERSIONS
 from tasks.rejudging import Rejudged, list_adapters, rejudge_adapter
 
+pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
+
 STRICT = Thresholds(floor=5.0)
 
 

@@ -1,6 +1,5 @@
 """The manifest and the roster: what is refused, when the version moves, when a sync must stop and ask."""
 
-import dataclasses
 import json
 import pickle  # noqa: TID251 - errors cross process borders this way
 import subprocess
@@ -51,7 +50,7 @@ def row(author: str, **changes: object) -> ReadyRow:
         measured_at=NOON,
         stale=False,
     )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return plain._replace(**changes)  # type: ignore[arg-type]
 
 
 def roster(*rows: ReadyRow, previous: Roster | None = None, at: str = NOON) -> Roster:

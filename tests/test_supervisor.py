@@ -16,6 +16,8 @@ from supervised_builders import DEAF_ORPHAN, ENVIRONMENT, alive, child, python, 
 from flows.processes import read_start_ticks
 from flows.supervisor import MARK_VARIABLE, ChildFailedError, ChildSpec, ChildUnfitError, Supervisor
 
+pytestmark = pytest.mark.real
+
 HERE = Path(__file__).parent
 Build = Callable[..., Supervisor]
 Driver = Callable[..., subprocess.Popen[bytes]]
