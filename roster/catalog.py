@@ -40,6 +40,11 @@ from roster.swap import (
 )
 
 _BATCH = 500  # ledgers that are taken in together: some 15 MB of text
+_FEW = 500  # authors of whom it is worked out alone who is served
+_COMMON = """
+SELECT base, etag FROM bases UNION ALL SELECT base, etag FROM engines UNION ALL SELECT kind, version FROM step_versions
+UNION ALL SELECT key, etag FROM unreadable WHERE NOT starts_with(key, 'ledger/')
+UNION ALL SELECT schema_version, max_opponents || ' ' || serve_stale FROM meta ORDER BY ALL"""
 _MACHINE_FAULTS = (
     duckdb.IOException,
     duckdb.FatalException,
@@ -115,9 +120,12 @@ class Catalog:
                         fresh.write_bytes(_empty_catalog())
                     with duckdb.connect(str(fresh)) as connection:
                         connection.execute("BEGIN")
+                        before = _common(connection)
                         incoming = _load(connection, ledgers, bases, engines, gone)
                         _describe(connection, step_versions, max_opponents, serve_stale, synced_at)
-                        connection.execute(sql_text("serve.sql") + "COMMIT; CHECKPOINT")
+                        alike = rebuilt is None and before == _common(connection)
+                        _serve(connection, {*incoming, *gone} if alike else None)
+                        connection.execute("COMMIT; CHECKPOINT")
                         (total,) = connection.execute("SELECT count(*) FROM ledgers").fetchall()[0]
                         unreadable = connection.execute(
                             "SELECT key || ': ' || reason FROM unreadable ORDER BY 1"
@@ -290,6 +298,23 @@ def _describe(
         "INSERT INTO step_versions SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
         [list(step_versions), list(step_versions.values())],
     )
+
+
+def _common(connection: duckdb.DuckDBPyConnection) -> list[tuple[object, ...]]:
+    """Return all that an author's place in the roster depends on beside the author's own objects."""
+    return connection.execute(_COMMON).fetchall()
+
+
+def _serve(connection: duckdb.DuckDBPyConnection, keys: Collection[str] | None) -> None:
+    """Work out anew who is served: of the authors of these keys, which may be many, or of all for None."""
+    authors = None if keys is None else sorted({key.split("/")[1] for key in keys})
+    if authors is None or len(authors) > _FEW:
+        connection.execute(sql_text("serve.sql").format(chosen="true"))
+    elif authors:
+        # Written out, since DuckDB looks at all ledgers first where the names come from a table or a list.
+        chosen = f"author IN ({', '.join('?' * len(authors))})"
+        for statement in connection.extract_statements(sql_text("serve.sql").format(chosen=chosen)):
+            connection.execute(statement, authors)
 
 
 def open_catalog(path: Path) -> CatalogReader:

@@ -9,6 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,10 @@ def swap_in(fresh: Path, path: Path) -> None:
 
     A write-ahead log there is another program's and not of this file: it must not be replayed into it.
     """
-    _flush(fresh)
-    digest, mark = file_sha256(fresh), mark_of(fresh)
+    with ThreadPoolExecutor(1) as beside_us:  # while the disk writes
+        summing = beside_us.submit(file_sha256, fresh)
+        _flush(fresh)
+        digest, mark = summing.result(), mark_of(fresh)
     set_log_aside(path)
     fresh.replace(path)
     _flush(path.parent)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from storage.documents import put_document, read_document, utc_now
 from storage.errors import (
@@ -25,6 +26,9 @@ from storage.keys import LEDGERS, ledger_key, ledger_prefix, parse_author_record
 from storage.ledger import TERMINAL, Claim, Ledger, Outcome, Step, StepKind, SubmissionRef
 from storage.objects import ObjectInfo
 from storage.s3 import S3Store
+
+if TYPE_CHECKING:
+    from storage.bulk import BulkReader
 
 _WRITES = 100
 _LONGEST_PAUSE = 0.2
@@ -237,7 +241,7 @@ def list_ledgers(store: S3Store) -> Iterator[ObjectInfo]:
     return (found for found in store.list_objects(LEDGERS) if parse_ledger_key(found.key) is not None)
 
 
-def list_records(store: S3Store, author: str | None = None) -> Iterator[ObjectInfo]:
+def list_records(store: S3Store | BulkReader, author: str | None = None) -> Iterator[ObjectInfo]:
     """Yield every adapter's ledger and every author's record as the store lists them, of one author or of all.
 
     Raises InvalidName, StoreUnavailable, StoreNotTrusted.

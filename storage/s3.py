@@ -54,9 +54,10 @@ class S3Store:
     pauses, before they become StoreUnavailable.
     """
 
-    def __init__(self, client: Any, bucket: str) -> None:
+    def __init__(self, client: Any, bucket: str, session: Session | None = None) -> None:
         self._client = client
         self.bucket = bucket
+        self.session = session
 
     @classmethod
     def open(
@@ -96,12 +97,18 @@ class S3Store:
         session = Session(access_key, secret_key, region_name=region, botocore_session=core)
         client = session.client("s3", endpoint_url=endpoint, config=config)
         client.meta.events.register("before-parse.s3", check_whole)
-        return cls(client, bucket)
+        # Only addresses with the bucket in their path are those that storage/bulk.py makes.
+        return cls(client, bucket, session if addressing_style == "path" else None)
 
     @property
     def endpoint(self) -> str:
         """Return the address requests go to."""
         return str(self._client.meta.endpoint_url)
+
+    @property
+    def region(self) -> str:
+        """Return the region requests are signed for."""
+        return str(self._client.meta.region_name)
 
     def uri(self, key: str) -> str:
         """Return the `s3://` address of a key or prefix."""

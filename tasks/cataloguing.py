@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from roster.rows import ThinRow
 from roster.serving import Roster, build_roster, check_drop
 from roster.serving_engine import EngineInfo
 from storage.bases import list_bases
+from storage.bulk import BulkReader
 from storage.claims import list_records
 from storage.documents import format_time, utc_now
 from storage.errors import InvalidName, LedgerBusy, ObjectNotFound, PreconditionFailed
@@ -113,35 +115,37 @@ def sync_catalog(
             etag = find_roster(store)
             if authors is not None and not was_seen(path, etag):
                 authors = None
-            reading = helpers.submit(read_roster, store)
-            refreshed = _refresh(
-                store, path, limits, authors, named, reading, helpers, rebuild=rebuild and swap == 0
-            )
-            previous, etag_read = reading.result()
-            if refreshed is None:
-                authors = None
-                continue
-            if etag_read != etag:
-                continue
-            report, read = refreshed
-            publishing: Future[str] | None = None
-            with open_catalog(path) as reader:
-                new = _next_roster(reader, previous)
-                if new is not None and new is not previous:
-                    unlisted = find_unlisted(store, reader, previous, new, read, helpers)
-                    if not unlisted <= named:
-                        named |= unlisted
-                        continue
-                    _check_drop(reader, limits, previous, new)
-                    publishing = helpers.submit(put_roster, store, new, previous, etag)
-                elif new is not None and authors is None:
-                    keep_version(store, new)
-                thin = _list_thin(store, reader)
-            try:
-                note_seen(path, etag if publishing is None else publishing.result())
-            except PreconditionFailed:
-                continue
-            return Synced(report, new, new is not previous, authors is None, thin)
+            # What a sync of some authors makes is little, and for the most part the roster.
+            with no_collection() if authors is not None else nullcontext():
+                reading = helpers.submit(read_roster, store)
+                refreshed = _refresh(
+                    store, path, limits, authors, named, reading, helpers, rebuild=rebuild and swap == 0
+                )
+                previous, etag_read = reading.result()
+                if refreshed is None:
+                    authors = None
+                    continue
+                if etag_read != etag:
+                    continue
+                report, read = refreshed
+                publishing: Future[str] | None = None
+                with open_catalog(path) as reader:
+                    new = _next_roster(reader, previous)
+                    if new is not None and new is not previous:
+                        unlisted = find_unlisted(store, reader, previous, new, read, helpers)
+                        if not unlisted <= named:
+                            named |= unlisted
+                            continue
+                        _check_drop(reader, limits, previous, new)
+                        publishing = helpers.submit(put_roster, store, new, previous, etag)
+                    elif new is not None and authors is None:
+                        keep_version(store, new)
+                    thin = _list_thin(store, reader)
+                try:
+                    note_seen(path, etag if publishing is None else publishing.result())
+                except PreconditionFailed:
+                    continue
+                return Synced(report, new, new is not previous, authors is None, thin)
     raise LedgerBusy(roster_key(), _SWAPS)
 
 
@@ -186,9 +190,9 @@ def _refresh(
     A listing may be older than the objects. So what is `named` is looked up where it says that nothing changed there,
     and so are the bases of the published roster, which is being read.
     """
-    catalog = Catalog(path)
+    catalog, bulk = Catalog(path), BulkReader(store)
     lists = [
-        helpers.submit(lambda author: list(list_records(store, author)), author)
+        helpers.submit(lambda author: list(list_records(bulk, author)), author)
         for author in (sorted(authors) if authors is not None else [None])
     ]
     known = None if rebuild else catalog.known_etags(authors)
@@ -207,7 +211,7 @@ def _refresh(
     removed = [key for key in before if key not in listed and store.head(key) is None]
     try:
         report = catalog.apply(
-            _read_ledgers(store, changed, helpers),
+            _read_ledgers(bulk, changed, helpers),
             _read_bases(store, bases),
             _read_engines(store, bases),
             known=known,
@@ -231,7 +235,9 @@ def _author_of(key: str) -> str:
     return check_author(author)
 
 
-def _read_ledgers(store: S3Store, keys: Iterable[str], helpers: ThreadPoolExecutor) -> Iterator[LedgerText]:
+def _read_ledgers(
+    store: BulkReader, keys: Iterable[str], helpers: ThreadPoolExecutor
+) -> Iterator[LedgerText]:
     """The ledgers as they are now; one that went away after it was listed is left to the next sync."""
     asked: deque[Future[LedgerText | None]] = deque()
 

@@ -18,6 +18,7 @@ from roster.catalog import open_catalog
 from roster.errors import RosterDrop
 from roster.serving import Roster
 from storage.author_record import AuthorAct, AuthorEvent, append_author_event
+from storage.bulk import BulkReader
 from storage.claims import list_records
 from storage.documents import read_document, utc_now
 from storage.errors import InvalidName, ObjectNotFound, StoreUnavailable
@@ -121,8 +122,8 @@ def test_a_ledger_that_goes_away_after_the_listing_stops_nobody(
 ) -> None:
     put(store, ready_ledger("ada"), ready_ledger("bo"))
 
-    def listing(store: S3Store, author: str | None) -> Iterator[ObjectInfo]:
-        found = list(list_records(store, author))
+    def listing(reader: BulkReader, author: str | None) -> Iterator[ObjectInfo]:
+        found = list(list_records(reader, author))
         store.delete(key_of(ready_ledger("bo")))
         return iter(found)
 

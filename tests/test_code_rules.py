@@ -20,6 +20,7 @@ REFERENCE_SCORER = ("tasks/bpb/reference_model.py", "tasks/bpb/reference_adapter
 DOORS = {
     "boto3": ("storage/s3.py",),
     "botocore": ("storage/s3.py", "storage/answers.py"),
+    "obstore": ("storage/bulk.py",),
     # The reader names the type of a relation.
     "duckdb": ("roster/attached.py", "roster/catalog.py", "roster/reader.py"),
     "httpx": (

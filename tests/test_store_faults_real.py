@@ -28,6 +28,7 @@ from store_builders import (
 
 from roster.serving import Roster
 from storage.author_record import AuthorAct, AuthorEvent, append_author_event, read_author_record
+from storage.bulk import BulkReader
 from storage.claims import open_ledger, read_ledger
 from storage.documents import read_document, utc_now
 from storage.errors import (
@@ -72,6 +73,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that give up sooner and pause for less; how often they try stays as it is."""
     monkeypatch.setattr("storage.s3._READ_SECONDS", 1)
+    monkeypatch.setattr("storage.bulk._ANSWER_S", 1)
     monkeypatch.setattr(
         "botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01
     )
@@ -110,9 +112,10 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
     """Every call of the store, each with keys of its own, so that all may run at once."""
     body = random.Random(1).randbytes(70_001)
     sha = hashlib.sha256(body).hexdigest()
-    etags = {key: honest.put(key, body) for key in ("r/get", "r/start", "r/dig", "r/head", "r/down")}
+    keys = ("r/get", "r/many", "r/start", "r/dig", "r/head", "r/down")
+    etags = {key: honest.put(key, body) for key in keys}
     etags["w/swap"] = honest.put("w/swap", b"before")
-    for key in ("w/gone", "l/a/1", "l/b/2"):
+    for key in ("w/gone", "l/a/1", "l/b/2", "m/a/1", "m/b/2"):
         honest.put(key, b"x")
     (path / "small").write_bytes(body)
     (path / "large").write_bytes(LARGE)
@@ -128,6 +131,14 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
 
     return {
         "get": Call("GET", "r/get", lambda s, _: s.get("r/get").body, body, has_body=True),
+        "many": Call("GET", "r/many", lambda s, _: BulkReader(s).get("r/many").body, body, has_body=True),
+        "few": Call(
+            "GET",
+            "prefix=m/",
+            lambda s, _: [i.key for i in BulkReader(s).list_objects("m/")],
+            ["m/a/1", "m/b/2"],
+            True,
+        ),
         "start": Call(
             "GET",
             "r/start",
