@@ -281,12 +281,14 @@ FROM worked w LEFT JOIN named n ON n.author = w.author AND n.base = w.base;
 
 -- `others_then` counts all other authors that were served at the choice. More of them now is asked for too: an author
 -- that the choice passes over for a reason not known here must not make it be repeated for ever.
+-- Half of the wanted opponents is enough: each new author would otherwise have all earlier ones scored again.
 CREATE VIEW thin_verdicts AS
-WITH served AS MATERIALIZED (
+WITH few AS MATERIALIZED (
     SELECT
-        r.key, r.base, r.author, r.adapter_digest, r.output_digest, r.run,
-        coalesce(l.opponents, r.wrong_adapters) AS opponents, l.others_then
-    FROM ready r JOIN ledgers l ON l.key = r.key
+        r.base, r.author, r.adapter_digest, r.output_digest, r.run,
+        coalesce(l.opponents, r.wrong_adapters) AS opponents, l.others_then, m.max_opponents
+    FROM ready r JOIN ledgers l ON l.key = r.key CROSS JOIN meta m
+    WHERE 2 * coalesce(l.opponents, r.wrong_adapters) < m.max_opponents
 ),
 excluded AS (
     SELECT base, pair ->> 0 AS one, pair ->> 1 AS other
@@ -295,22 +297,20 @@ excluded AS (
 no_opponents AS (
     SELECT base, one AS author, other FROM excluded
     UNION SELECT base, other, one FROM excluded
-    UNION SELECT a.base, a.author, b.author FROM served a JOIN served b USING (base, output_digest)
-    UNION SELECT a.base, a.author, b.author FROM served a JOIN served b USING (base, adapter_digest)
+    UNION SELECT f.base, f.author, r.author FROM few f JOIN ready r USING (base, output_digest)
+    UNION SELECT f.base, f.author, r.author FROM few f JOIN ready r USING (base, adapter_digest)
 ),
 ruled_out AS (
     SELECT n.base, n.author, count(*) AS authors
-    FROM no_opponents n JOIN served s ON s.base = n.base AND s.author = n.other
+    FROM no_opponents n JOIN ready r ON r.base = n.base AND r.author = n.other
     GROUP BY ALL
 ),
-counted AS (
-    SELECT
-        r.base, r.author, r.adapter_digest, r.run, r.opponents, r.others_then,
-        (count(*) OVER (PARTITION BY r.base) - o.authors)::INTEGER AS available,
-        count(*) OVER (PARTITION BY r.base) - 1 AS others_now
-    FROM served r JOIN ruled_out o ON o.base = r.base AND o.author = r.author
+served_on AS (
+    SELECT base, count(*) AS authors FROM ready GROUP BY base
 )
-SELECT base, author, adapter_digest, run, opponents, least(available, max_opponents) AS wanted
-FROM counted CROSS JOIN meta
--- Half of them is enough: each new author would otherwise have all earlier ones scored again.
-WHERE 2 * opponents < least(available, max_opponents) AND (others_then IS NULL OR others_now > others_then);
+SELECT
+    f.base, f.author, f.adapter_digest, f.run, f.opponents,
+    least(s.authors - o.authors, f.max_opponents)::INTEGER AS wanted
+FROM few f JOIN ruled_out o ON o.base = f.base AND o.author = f.author JOIN served_on s ON s.base = f.base
+WHERE 2 * f.opponents < least(s.authors - o.authors, f.max_opponents)
+    AND (f.others_then IS NULL OR s.authors - 1 > f.others_then);
