@@ -40,6 +40,8 @@ _LONGEST_PAUSE = timedelta(hours=1)
 # A run claims its adapter within seconds of its beginning. What nobody holds after this long has died with its machine,
 # although Prefect goes on showing the run as at work.
 _CLAIMED_WITHIN = timedelta(minutes=15)
+# A worker starts what it has taken within seconds; what is still to be started after this long died with that worker.
+_STARTED_WITHIN = timedelta(minutes=2)
 _AGAIN = re.compile(r"/again-\d+$")
 _PAGE = 200
 _LOOKED_AHEAD = 8  # so many runs under one key are looked for at once
@@ -222,8 +224,8 @@ def _last_ended(keys: Collection[str]) -> dict[str, tuple[int, State]]:
 
 def _has_died(state: State) -> bool:
     """Whether a run in this state has died, if nobody holds its adapter."""
-    has_begun = state.is_running() or state.is_pending()
-    return has_begun and datetime.now(UTC) >= state.timestamp + _CLAIMED_WITHIN
+    within = _STARTED_WITHIN if state.is_pending() else _CLAIMED_WITHIN
+    return (state.is_running() or state.is_pending()) and datetime.now(UTC) >= state.timestamp + within
 
 
 def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = None) -> bool:

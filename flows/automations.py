@@ -27,6 +27,7 @@ HEARTBEAT_SECONDS = 30
 
 _BEAT = "prefect.flow-run.heartbeat"
 _CANCELLING = "prefect.flow-run.Cancelling"
+_SUBMITTING = "prefect.flow-run.Submitting"
 _ANYTHING = "prefect.flow-run.*"
 
 
@@ -34,13 +35,14 @@ def silent_runs(deployments: Sequence[UUID], dead_after_s: int) -> AutomationCor
     """The automation for the runs of these deployments: silence of so many seconds after a heartbeat means Crashed.
 
     Whatever else is told of a run ends the silence, the name of its last state among it: ours are not Prefect's
-    ("Ready", "Quarantined: no_effect"). So does Cancelling, but it begins another: who is to cancel may be dead too.
+    ("Ready", "Quarantined: no_effect"). So does Cancelling, but it begins another: who is to cancel may be dead too. So
+    does Submitting: the worker that has taken the run may die before it has started it, and there is no heartbeat yet.
     """
     return AutomationCore(
         name=SILENT_RUNS,
         description="Marks a run as Crashed whose heartbeat has stopped: it died together with its worker.",
         trigger=EventTrigger(
-            after={_BEAT, _CANCELLING},
+            after={_BEAT, _CANCELLING, _SUBMITTING},
             expect={_ANYTHING},
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
             match_related=ResourceSpecification(

@@ -19,6 +19,9 @@ POOL = "gpu"
 # Syncs and sweeps go before waiting adapters: else the roster of a long backlog would be published at its end.
 URGENT = "urgent"
 EVENT = "adapter.trained"
+# What a run that is one at a time has to begin, at the least that Prefect takes. One whose worker dies before keeps the
+# others out for so long; Prefect's own 300 seconds were as many without a sweep.
+_START_S = 60
 
 
 def deploy() -> list[str]:
@@ -82,7 +85,7 @@ def deploy() -> list[str]:
             name="sync",
             work_queue_name=URGENT,
             schedule=Interval(timedelta(seconds=settings.full_sync_seconds)),
-            concurrency_limit=1,
+            concurrency_limit=ConcurrencyLimitConfig(limit=1, grace_period_seconds=_START_S),
             description="Ledger to catalog and roster; one at a time.",
             entrypoint_type=EntrypointType.MODULE_PATH,
             job_variables=jobs,
@@ -94,7 +97,9 @@ def deploy() -> list[str]:
             # One that comes while another is at work is not kept: kept ones would take the worker's every turn,
             # before all adapters, and none would get on.
             concurrency_limit=ConcurrencyLimitConfig(
-                limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
+                limit=1,
+                collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW,
+                grace_period_seconds=_START_S,
             ),
             description="Finds uploads that no event started, and those whose wait is over.",
             entrypoint_type=EntrypointType.MODULE_PATH,
@@ -102,7 +107,7 @@ def deploy() -> list[str]:
         ),
         matrix.to_deployment(
             name="matrix",
-            concurrency_limit=1,
+            concurrency_limit=ConcurrencyLimitConfig(limit=1, grace_period_seconds=_START_S),
             description="The served adapters of a base on each other's held-out text; on demand.",
             entrypoint_type=EntrypointType.MODULE_PATH,
             job_variables=jobs,

@@ -5,6 +5,8 @@ the database did not answer in time, is then missing without a word, while the p
 the triggers gone no upload starts a run, with the actions gone no automation acts. Here the process ends with the
 error, and whoever keeps it running starts it again.
 
+Beside them runs what keeps their intervals after a clock was wrong (flows/prefect_intervals.py).
+
 Source: prefect/server/services/base.py (`Service.running`), prefect/cli/_server_utils.py (`_run_all_services`), 3.9.1.
 """
 
@@ -56,14 +58,18 @@ async def _run_all() -> None:
     from docket import Docket
     from prefect.server.api.background_workers import background_worker
     from prefect.server.services.base import Service
+    from prefect.server.services.perpetual_services import get_enabled_perpetual_services
     from prefect.settings.context import get_current_settings
+
+    from flows.prefect_intervals import Intervals
 
     url = get_current_settings().server.docket.url
     async with (
         Docket(name="prefect", url=url, execution_ttl=timedelta(0)) as docket,
         background_worker(docket, ephemeral=False, webserver_only=False),
     ):
-        await run_together([service() for service in Service.enabled_services()])
+        intervals = Intervals(docket, [one.function for one in get_enabled_perpetual_services()])
+        await run_together([*(service() for service in Service.enabled_services()), intervals])
 
 
 def main() -> None:

@@ -62,7 +62,8 @@ def _with_worked_on(touched: list[str] | None, catalog: Path) -> list[str] | Non
             last = datetime.fromisoformat(reader.synced_at())
     except (CatalogMissing, CatalogDamaged, CatalogHeld, CatalogSchemaMismatch):
         return None
-    if datetime.now(UTC) - last > timedelta(days=1):
+    # If it is yet to come, a clock was ahead or is behind, and who was worked on meanwhile cannot be told.
+    if not timedelta() <= datetime.now(UTC) - last <= timedelta(days=1):
         return None
     authors = list_worked_on(last - _SLACK)
     if len(authors) > _MOST_AUTHORS:

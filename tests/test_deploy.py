@@ -58,11 +58,11 @@ def test_every_end_of_a_run_ends_its_silence(trigger: EventTrigger, state: str) 
     assert trigger.covers(event) and trigger.expects(event.event) and not trigger.starts_after(event.event)
 
 
-@pytest.mark.parametrize("event", [BEAT, "Cancelling"])
-def test_silence_is_counted_from_a_heartbeat_and_from_a_cancellation(
+@pytest.mark.parametrize("event", [BEAT, "Cancelling", "Submitting"])
+def test_silence_is_counted_from_a_heartbeat_and_from_what_a_worker_has_to_do(
     trigger: EventTrigger, event: str
 ) -> None:
-    """Who is to carry out a cancellation may be dead as well: the run would stay Cancelling for ever."""
+    """It may be dead as well: the run would stay Cancelling, or Submitting, for ever."""
     assert trigger.covers(told(event)) and trigger.starts_after(told(event).event)
     assert trigger.within.total_seconds() == 90
 

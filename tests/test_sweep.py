@@ -289,7 +289,9 @@ def test_sweeps_do_not_queue_before_the_adapters(deployed: None) -> None:
             for name in ("sweep/sweep", "sync/sync")
         }
     strategies = {name: options and options.collision_strategy.value for name, options in kept.items()}
-    assert strategies == {"sweep/sweep": "CANCEL_NEW", "sync/sync": None}, "a sync that waits is wanted"
+    assert strategies == {"sweep/sweep": "CANCEL_NEW", "sync/sync": "ENQUEUE"}, "a sync that waits is wanted"
+    starts = {options and options.grace_period_seconds for options in kept.values()}
+    assert starts == {60}, "one that dies before it begins keeps the others out for so long"
 
 
 @pytest.mark.real
@@ -308,9 +310,9 @@ def test_a_run_that_died_is_followed_by_another_after_a_pause(
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("begun", [Pending, Running])
+@pytest.mark.parametrize(("begun", "patience"), [(Pending, "_STARTED_WITHIN"), (Running, "_CLAIMED_WITHIN")])
 def test_a_run_that_died_with_its_machine_is_followed_by_another(
-    deployed: None, monkeypatch: pytest.MonkeyPatch, begun: Callable[[], State[Any]]
+    deployed: None, monkeypatch: pytest.MonkeyPatch, begun: Callable[[], State[Any]], patience: str
 ) -> None:
     """Nothing tells Prefect: it shows the run as at work for ever, and the upload was never taken up again."""
     author = f"swept-{begun.__name__.lower()}"
@@ -321,7 +323,7 @@ def test_a_run_that_died_with_its_machine_is_followed_by_another(
         and f"{author}/run-1/s" in list_asked(()).keys
     )
     assert len(states_of(author)) == 1
-    monkeypatch.setattr(flows.asking, "_CLAIMED_WITHIN", timedelta(0))
+    monkeypatch.setattr(flows.asking, patience, timedelta(0))
     monkeypatch.setattr(flows.asking, "_FIRST_PAUSE", timedelta(0))
     assert f"{author}/run-1/s" not in list_asked(()).keys
     assert request_onboard(author, "run-1", key=f"{author}/run-1/s", rescore=True)

@@ -49,11 +49,12 @@ def test_who_was_worked_on_since_the_last_sync_is_looked_at_too(
     assert _with_worked_on(None, path) is None and len(asked) == 1
 
 
-@pytest.mark.parametrize("why", ["no catalog", "an old catalog", "too many"])
+@pytest.mark.parametrize("why", ["no catalog", "an old catalog", "a clock was ahead", "too many"])
 def test_else_everything_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     path = tmp_path / "catalog.duckdb"
+    ago = {"an old catalog": timedelta(days=3), "a clock was ahead": timedelta(hours=-1)}
     if why != "no catalog":
-        synced(tmp_path, timedelta(days=3) if why == "an old catalog" else timedelta(minutes=1))
+        synced(tmp_path, ago.get(why, timedelta(minutes=1)))
     many = {f"author-{number}" for number in range(600 if why == "too many" else 1)}
     monkeypatch.setattr(flows.sync, "list_worked_on", lambda since: many)
     assert _with_worked_on(NAMED, path) is None
