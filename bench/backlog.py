@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -50,6 +50,54 @@ class Look:
     memory_mib: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A flow run of an author's adapter: the name of its last state, and the time at which it ended, if it did."""
+
+    author: str
+    state: str
+    failed: bool
+    ended: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A backlog that is through. begun: a time. runs: those of its authors. said: how often logs told of what."""
+
+    begun: float
+    adapters: int
+    announced: int
+    runs: tuple[Run, ...]
+    looks: tuple[Look, ...]
+    said: Mapping[str, int]
+
+    @property
+    def ended_ready(self) -> list[Run]:
+        """The runs that found their adapter ready; of some adapters there are two, as opponents came later."""
+        return [run for run in self.runs if run.state == "Ready"]
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every adapter is ready, no run failed, and no log tells of a lock, a busy server or a restart."""
+        ready = {run.author for run in self.ended_ready}
+        silent = not (any(self.said.values()) or any(run.failed for run in self.runs))
+        return len(ready) == self.adapters and silent
+
+    def outcome(self, ends: Sequence[float]) -> dict[str, Any]:
+        """The figures that do not tell of pace or memory; `ends` are times, the last one last."""
+        return {
+            "adapters": self.adapters,
+            "ready": len({run.author for run in self.ended_ready}),
+            "announced": self.announced,
+            "wall_s": round(ends[-1] - self.begun, 1) if ends else None,
+            "states": dict(Counter(run.state for run in self.runs)),
+            "database_is_locked": self.said["locked"],
+            "http_503": self.said["busy"],
+            "restarts": self.said["restarts"],
+            "looks": [asdict(look) for look in self.looks[:: -(-len(self.looks) // _KEPT) or 1]],
+        }
+
+
 def run(arguments: list[str]) -> dict[str, Any]:
     """Return the figures."""
     parser = argparse.ArgumentParser(prog="./run bench backlog [--json]", description=HELP)
@@ -59,16 +107,21 @@ def run(arguments: list[str]) -> dict[str, Any]:
         "--save", action="store_true", help=f"put the figures into bench/results/{RESULT.name}"
     )
     options = parser.parse_args(arguments)
-    # One sync for all verdicts of ten seconds; uploads older than a minute are the sweep's, as they are by default.
-    with (
-        living(warm=True, say=_say, variables={}, workers=options.workers) as world,
-        scripted_engine(world.store),
-    ):
-        figures = _play(world, options.adapters)
+    figures = _figures(play_alone(options.adapters, options.workers))
     figures |= {"workers": options.workers, "machine": describe_machine()}
     if options.save:
         RESULT.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures
+
+
+def play_alone(adapters: int, workers: int) -> Played:
+    """What `play` returns, of services that are started for it and ended after it."""
+    # One sync for all verdicts of ten seconds; uploads older than a minute are the sweep's, as they are by default.
+    with (
+        living(warm=True, say=_say, variables={}, workers=workers) as world,
+        scripted_engine(world.store),
+    ):
+        return play(world, adapters)
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -85,7 +138,8 @@ def show(figures: dict[str, Any]) -> None:
     )
 
 
-def _play(world: World, adapters: int) -> dict[str, Any]:
+def play(world: World, adapters: int) -> Played:
+    """Upload and announce so many adapters, watch until none is left to do, and read what became of them."""
     begun = time.time()
     authors = [f"author-{number:04d}" for number in range(adapters)]
 
@@ -96,35 +150,37 @@ def _play(world: World, adapters: int) -> dict[str, Any]:
         sent = [sender.submit(send, author) for author in authors]
         looks = _watch(world, begun, adapters, lambda: all(one.done() for one in sent))
         announced = sum(one.result() for one in sent)
-    runs = [run for run in list_runs() if run.parameters.get("author") in set(authors)]
-    states = Counter(run.state_name or "" for run in runs)
-    ready = {run.parameters["author"] for run in runs if run.state_name == "Ready"}
-    ends = sorted(run.end_time.timestamp() for run in runs if run.end_time and run.state_name == "Ready")
-    batches = _seconds_each(begun, ends)
-    memory = _compare(looks)
-    said = _count_in_logs(world)
-    figures: dict[str, Any] = {
-        "adapters": adapters,
-        "ready": len(ready),
-        "announced": announced,
-        "wall_s": round(ends[-1] - begun, 1) if ends else None,
-        "adapters_an_hour": round(3600 * len(ends) / (ends[-1] - begun)) if ends else 0,
+    return Played(begun, adapters, announced, _list_ours(set(authors)), tuple(looks), _count_in_logs(world))
+
+
+def _list_ours(authors: set[str]) -> tuple[Run, ...]:
+    return tuple(
+        Run(
+            author=run.parameters["author"],
+            state=run.state_name or "",
+            failed=has_failed(run),
+            ended=run.end_time.timestamp() if run.end_time else None,
+        )
+        for run in list_runs()
+        if run.parameters.get("author") in authors
+    )
+
+
+def _figures(played: Played) -> dict[str, Any]:
+    ends = sorted(run.ended for run in played.ended_ready if run.ended is not None)
+    batches = _seconds_each(played.begun, ends)
+    memory = _compare(played.looks)
+    figures = {
+        **played.outcome(ends),
+        "adapters_an_hour": round(3600 * len(ends) / (ends[-1] - played.begun)) if ends else 0,
         "seconds_each_by_batch": batches,
         "memory_mib": memory,
-        "states": dict(states),
-        "database_is_locked": said["locked"],
-        "http_503": said["busy"],
-        "restarts": said["restarts"],
-        "looks": [asdict(look) for look in looks[:: -(-len(looks) // _KEPT)]],
     }
-    odd = any(map(has_failed, runs))
-    silent = not (said["locked"] or said["busy"] or said["restarts"] or odd)
     # A short backlog shows neither: the first fifty warm everything up, the store's caches for one.
     short = len(batches) < 3
     steady = short or batches[-1] <= 1.25 * batches[1]
     flat = short or all(part["late"] <= 1.25 * part["early"] for part in memory.values())
-    passed = len(ready) == adapters and silent and steady and flat
-    return {**figures, "steady": steady, "flat": flat, "passed": passed}
+    return {**figures, "steady": steady, "flat": flat, "passed": played.all_ready and steady and flat}
 
 
 def _watch(world: World, begun: float, adapters: int, all_sent: Any) -> list[Look]:
@@ -149,21 +205,22 @@ def _seconds_each(begun: float, ends: list[float]) -> list[float]:
     return [round((after - before) / _BATCH, 2) for before, after in pairwise(marks)]
 
 
-def _compare(looks: list[Look]) -> dict[str, dict[str, float]]:
+def _compare(looks: Sequence[Look]) -> dict[str, dict[str, float]]:
     """The median of the second tenth of the looks beside that of the last but one, when all were at work."""
     tenth = max(1, len(looks) // 10)
     early, late = looks[tenth : 2 * tenth] or looks[:1], looks[-2 * tenth : -tenth] or looks[-1:]
     return {
         part: {
-            "early": _middle([look.memory_mib[part] for look in early]),
-            "late": _middle([look.memory_mib[part] for look in late]),
+            "early": middle([look.memory_mib[part] for look in early]),
+            "late": middle([look.memory_mib[part] for look in late]),
             "most": max(look.memory_mib[part] for look in looks),
         }
         for part in PARTS
     }
 
 
-def _middle(values: list[float]) -> float:
+def middle(values: Sequence[float]) -> float:
+    """The median, or the upper of two."""
     return sorted(values)[len(values) // 2]
 
 

@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.events import DeploymentEventTrigger, Event, Resource, get_events_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 
 from flows.deploy import POOL
@@ -47,9 +47,10 @@ def hello(number: str) -> None:
 
 
 @contextmanager
-def connected(api_url: str) -> Iterator[None]:
-    """Talk to this server."""
-    with temporary_settings({PREFECT_API_URL: api_url}):
+def connected(api_url: str, auth: str | None = None) -> Iterator[None]:
+    """Talk to this server, with its auth string if it has one."""
+    access = {} if auth is None else {PREFECT_API_AUTH_STRING: auth}
+    with temporary_settings({PREFECT_API_URL: api_url, **access}):
         yield
 
 
@@ -89,9 +90,11 @@ def pause_sweeps() -> None:
         client.pause_deployment(client.read_deployment_by_name(SWEEP).id)
 
 
-def ask(deployment: str) -> UUID:
-    """Ask for a run of a deployment; its id."""
-    asked = run_deployment(deployment, timeout=0, as_subflow=False)
+def ask(deployment: str, *, queue: str | None = None, **parameters: str) -> UUID:
+    """Ask for a run of a deployment, in its own work queue or another one; its id."""
+    asked = run_deployment(
+        deployment, parameters=parameters, timeout=0, as_subflow=False, work_queue_name=queue
+    )
     assert isinstance(asked, FlowRun)
     return asked.id
 
@@ -130,6 +133,12 @@ def read_run(run: UUID) -> FlowRun:
     """The run as the server knows it now."""
     with get_client(sync_client=True) as client:
         return client.read_flow_run(run)
+
+
+def has_ended(run: UUID) -> bool:
+    """Whether this run has come to an end of whatever kind."""
+    state = read_run(run).state
+    return state is not None and state.is_final()
 
 
 def list_runs(*, newest: int | None = None) -> list[FlowRun]:

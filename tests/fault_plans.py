@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import unquote
@@ -53,7 +53,7 @@ class FaultPlan:
 class Fault:
     """A fault that a request is to meet. `carried_out`: the store is asked all the same, its answer is lost.
 
-    `share`: how much of a body comes before it is cut or held up.
+    `share`: how much of a body comes before it is cut or held up. `fits`, `when_met`: see `FaultProxy.one`.
     """
 
     kind: FaultKind
@@ -62,9 +62,11 @@ class Fault:
     method: str | None = None
     key_part: str = ""
     is_planned: bool = False
+    fits: Callable[[bytes], bool] | None = None
+    when_met: Callable[[bytes], None] | None = None
 
     def takes(self, request: Request) -> bool:
-        """Whether this request is one that is meant."""
+        """Whether this request is one that is meant, whatever its body is."""
         fits = self.method in (None, request.method) and self.key_part in request.readable
         return fits and request.may_meet(self.kind)
 
@@ -103,19 +105,22 @@ class Faults:
 
     met: Counter[FaultKind] = field(default_factory=Counter)
     plan: FaultPlan | None = None
-    singles: list[Fault] = field(default_factory=list)
+    _singles: list[Fault] = field(default_factory=list)
+    _unmet: list[Fault] = field(default_factory=list)  # these, and those that a request has just been given
     _begun: Counter[FaultKind] = field(default_factory=Counter)
     _asked: Counter[tuple[str, str]] = field(default_factory=Counter)
     _listings: dict[str, deque[bytes]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def choose(self, request: Request) -> Fault | None:
+    def choose(self, request: Request, body: Callable[[], bytes]) -> Fault | None:
         """What this request is to meet; it is counted by `is_met`, or given back by `is_missed`."""
         with self._lock:
-            for fault in self.singles:
-                if fault.takes(request):
-                    self.singles.remove(fault)
-                    return fault
+            meant = [fault for fault in self._singles if fault.takes(request)]
+        for fault in meant:
+            # Without the lock: whoever looks at the body may take time, and no other request is to wait for that.
+            if (fault.fits is None or fault.fits(body())) and self._take(fault):
+                return fault
+        with self._lock:
             if self.plan is None:
                 return None
             self._asked[request.method, request.path] += 1
@@ -131,22 +136,40 @@ class Faults:
                     return Fault(kind, carried_out and kind in MAY_BE_CARRIED_OUT, share, is_planned=True)
             return None
 
+    def _take(self, fault: Fault) -> bool:
+        """Whether no other request has been given it meanwhile."""
+        with self._lock:
+            there = fault in self._singles
+            if there:
+                self._singles.remove(fault)
+            return there
+
     def is_met(self, fault: Fault) -> None:
         """It really happened."""
         with self._lock:
             self.met[fault.kind] += 1
+            if fault in self._unmet:
+                self._unmet.remove(fault)
 
     def is_missed(self, fault: Fault) -> None:
         """The answer had no body to cut, no ETag to change, or there is no earlier listing: the next one then."""
         with self._lock:
             if fault.is_planned:
                 self._begun[fault.kind] -= 1
-            else:
-                self.singles.insert(0, fault)
+            elif fault in self._unmet:
+                self._singles.insert(0, fault)
 
     def add(self, fault: Fault) -> None:
         with self._lock:
-            self.singles.append(fault)
+            self._singles.append(fault)
+            self._unmet.append(fault)
+
+    def withdraw(self, fault: Fault) -> None:
+        """No request is given it any more."""
+        with self._lock:
+            for faults in (self._singles, self._unmet):
+                if fault in faults:
+                    faults.remove(fault)
 
     def begin(self, plan: FaultPlan) -> None:
         with self._lock:
@@ -157,7 +180,8 @@ class Faults:
     def end(self) -> None:
         with self._lock:
             self.plan = None
-            self.singles.clear()
+            self._singles.clear()
+            self._unmet.clear()
 
     def earlier_listing(self, request: Request, now: bytes) -> bytes | None:
         """Note what a list request is answered now, and return the oldest other answer that is known."""

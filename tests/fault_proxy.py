@@ -54,16 +54,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is written of what is asked."""
 
     def _pass(self) -> None:
-        self._unread = int(self.headers.get("Content-Length", 0))
+        self._ahead, self._unread = b"", int(self.headers.get("Content-Length", 0))
         if "Transfer-Encoding" in self.headers:
             raise NotImplementedError("a request whose body has no length")
         conditional = "If-Match" in self.headers or "If-None-Match" in self.headers
         request = Request(self.command, self.path, conditional)
-        fault = self.server.faults.choose(request)
         try:
+            fault = self.server.faults.choose(request, self._whole_body)
             with closing(http.client.HTTPConnection(*self.server.store, timeout=_UPSTREAM_S)) as upstream:
                 if fault is not None and (fault.kind in ANSWERED or fault.kind in MAY_BE_CARRIED_OUT):
-                    self._meet(upstream, fault)
+                    self._meet(upstream, request, fault)
                 else:
                     self._relay(self._ask(upstream), request, fault)
         except (OSError, http.client.HTTPException):
@@ -71,13 +71,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass  # noqa: N815
 
-    def _meet(self, upstream: http.client.HTTPConnection, fault: Fault) -> None:
+    def _meet(self, upstream: http.client.HTTPConnection, request: Request, fault: Fault) -> None:
         """Answer something else, or nothing, whether or not the store is asked."""
+        body = self._ahead
         if fault.carried_out:
-            self._ask(upstream)
+            answer = self._ask(upstream)
+            if fault.when_met is not None and answer.status >= 300:
+                self.server.faults.is_missed(fault)  # the store did not do what was asked
+                return self._relay(answer, request, None)
         elif fault.kind is not FaultKind.RESET:
             while self._body():
                 pass
+        if fault.when_met is not None:
+            fault.when_met(body)
         self.server.faults.is_met(fault)
         if fault.kind is FaultKind.TIMEOUT:
             self._wait()
@@ -102,7 +108,20 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.send(piece)
         return upstream.getresponse()
 
+    def _whole_body(self) -> bytes:
+        """The body, read before the store is asked; it is passed on all the same."""
+        pieces = [self._ahead]
+        while self._unread:
+            pieces.append(self._read())
+        self._ahead = b"".join(pieces)
+        return self._ahead
+
     def _body(self) -> bytes:
+        """The next piece of the body, none at its end."""
+        ahead, self._ahead = self._ahead, b""
+        return ahead or self._read()
+
+    def _read(self) -> bytes:
         piece = self.rfile.read(min(_PIECE, self._unread))
         if self._unread and not piece:
             raise ConnectionResetError("the client left in the middle of its body")
@@ -242,10 +261,21 @@ class FaultProxy:
         key_part: str = "",
         carried_out: bool = False,
         share: float = 0.5,
-    ) -> None:
-        """Let the next request that matches meet this fault.
+        fits: Callable[[bytes], bool] | None = None,
+        when_met: Callable[[bytes], None] | None = None,
+    ) -> Fault:
+        """Let the next request that matches meet this fault; `withdraw` takes it back.
 
         `key_part`: a part of its path with the query. `carried_out`: the store does what is asked before no answer, a
-        reset or a refusal comes back. `share`: how much of a body comes at once.
+        reset or a refusal comes back. `share`: how much of a body comes at once. `fits`: whether the request's body,
+        which it gets whole, is one that is meant; called by threads. `when_met` is called when the fault is met, with
+        the body if `fits` has looked at it, before the client hears of it: with `carried_out` after the store did what
+        was asked, else before it has heard of it. A request that the store refuses by itself does not count then.
         """
-        self._server.faults.add(Fault(kind, carried_out, share, method, key_part))
+        fault = Fault(kind, carried_out, share, method, key_part, fits=fits, when_met=when_met)
+        self._server.faults.add(fault)
+        return fault
+
+    def withdraw(self, fault: Fault) -> None:
+        """Let no request meet this fault any more that `one` returned."""
+        self._server.faults.withdraw(fault)

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from fault_plans import Fault, Faults, Request
 from fault_proxy import FaultKind, FaultPlan, FaultProxy
 from loopback_server import LoopbackServer
 
@@ -189,6 +190,59 @@ def test_another_etag_and_an_earlier_listing(proxy: FaultProxy, ask: Client) -> 
         assert wrong[1]["ETag"] != right[1]["ETag"] == f'"{len(BODY)}"'
         assert wrong[2] == right[2]
     assert proxy.met[FaultKind.WRONG_ETAG] == 2
+
+
+@pytest.mark.parametrize("carried_out", [False, True])
+def test_a_body_may_decide_and_whoever_waits_hears_of_it_first(
+    proxy: FaultProxy, ask: Client, store: Any, carried_out: bool
+) -> None:
+    heard: list[tuple[bytes, bytes | None]] = []
+    proxy.one(
+        FaultKind.RESET,
+        method="PUT",
+        carried_out=carried_out,
+        fits=lambda body: body.endswith(b"!"),
+        when_met=lambda body: heard.append((body, store.stored.get("/b/new"))),
+    )
+    assert ask("GET", "/b/k")[0] == 200
+    assert ask("PUT", "/b/other", BODY[:70_001])[0] == 200, "it was read before, and passes whole"
+    assert store.stored["/b/other"] == BODY[:70_001] and not heard
+    with pytest.raises(ConnectionResetError):
+        ask("PUT", "/b/new", BODY + b"!")
+    assert heard == [(BODY + b"!", BODY + b"!" if carried_out else None)]
+    assert proxy.met == Counter({FaultKind.RESET: 1})
+
+
+def test_what_the_store_refuses_by_itself_is_not_carried_out(
+    proxy: FaultProxy, ask: Client, store: Any
+) -> None:
+    heard: list[bytes] = []
+    proxy.one(FaultKind.RESET, carried_out=True, when_met=heard.append)
+    assert ask("GET", "/b/gone")[0] == 404 and not proxy.met and not heard
+    with pytest.raises(ConnectionResetError):
+        ask("PUT", "/b/new", b"new")
+    assert heard == [b""], "nobody had to look into its body"
+
+
+def test_one_that_is_withdrawn_meets_nobody_even_after_a_miss(proxy: FaultProxy, ask: Client) -> None:
+    fault = proxy.one(FaultKind.TRUNCATED)
+    assert ask("HEAD", "/b/k")[0] == 200
+    proxy.withdraw(fault)
+    assert ask("GET", "/b/k")[2] == BODY
+    proxy.withdraw(fault)
+    assert not proxy.met
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_one_that_is_withdrawn_while_a_request_has_it_is_not_given_back(withdrawn: bool) -> None:
+    faults, request = Faults(), Request("GET", "/b/k", is_conditional=False)
+    fault = Fault(FaultKind.TRUNCATED, carried_out=False, share=0.5)
+    faults.add(fault)
+    assert faults.choose(request, bytes) is fault
+    if withdrawn:
+        faults.withdraw(fault)
+    faults.is_missed(fault)
+    assert faults.choose(request, bytes) is (None if withdrawn else fault)
 
 
 def test_a_plan_is_seeded_and_bounded(proxy: FaultProxy, ask: Client) -> None:

@@ -24,12 +24,22 @@ from topology_instances import (
     is_listening,
     make_postgres,
     postgres_folder,
+    set_clock,
 )
 
+from demo.authors import BASE_NAME
 from flows.ports import GRPC_OFFSET, LOOPBACK, pick_ports
 from flows.processes import list_marked
 
-BASE = "tiny"
+# What a tiny model needs: the context of the demo's base is 512, compose's default 2048.
+ENGINE = {
+    "ENGINE_BASE": BASE_NAME,
+    "ENGINE_MAX_MODEL_LEN": "256",
+    "ENGINE_KV_CACHE_BYTES": str(1 << 26),
+    "ENGINE_MAX_LORAS": "2",
+    "ENGINE_MAX_LORA_RANK": "8",
+    "ENGINE_MAX_CPU_LORAS": "8",
+}
 _STORE_PORT = 8333
 _FOREIGN = ("postgres", "redis", "store")  # they run no image of ours, and keep all the data
 _START_S = 300.0  # a fifth of it where nothing else runs
@@ -127,6 +137,10 @@ class Topology:
         """The file that moves the clock of a service named in `faketime`: "+3600" and "-60" are seconds."""
         return Path(self.instances[service][index].env["FAKETIME_TIMESTAMP_FILE"])
 
+    def move_clock(self, service: str, seconds: int, index: int = 0) -> None:
+        """Have a service named in `faketime` see a clock that is so many seconds ahead, from the next second on."""
+        set_clock(self.clock(service, index), seconds)
+
     def leftovers(self) -> tuple[list[int], list[int]]:
         """The processes of ours that run, and the ports of ours that somebody listens on."""
         # Postgres writes over its environment; but it stands in its data.
@@ -150,14 +164,15 @@ def start_topology(
     """The services without a profile, with `engine` those of the profile cpu too, for as long as the block runs.
 
     workers: how many, each with a home of its own. store_endpoint: what the workers are given for the store's own
-    endpoint. faketime: the services whose clock can be moved. engine: the folder with the model it serves.
+    endpoint. faketime: the services whose clock can be moved. engine: the folder with the model it serves, under the
+    demo's base's name.
     variables: settings to add to those of the services that run our image.
 
     Raises:
         TopologyFailed: a service did not come up. As after any error, nothing is left running.
     """
     told = {name: secrets.token_hex(16) for name in re.findall(r"\$\{(\w+):\?", file.read_text("utf-8"))}
-    told |= {"ENGINE_BASE": BASE} | ({"ENGINE_MODEL_DIR": str(engine)} if engine else {})
+    told |= ENGINE | ({"ENGINE_MODEL_DIR": str(engine)} if engine else {})
     services = read_services(told.get, profiles=("cpu",) if engine else (), file=file)
     addresses = sorted(find_addresses(services))
     further = [

@@ -31,7 +31,8 @@ POSTGRES_USER = "postgres"  # who runs Postgres where the tests are run by root,
 STORE_PARTS = ("master", "volume", "filer", "s3", "admin")
 _VERSIONS = Path("/usr/lib/postgresql")
 _BIN = Path(sys.executable).parent
-_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")  # Debian's faketime
+_MOVED_CLOCK = Path(__file__).with_name("moved_clock")
 _GUARD_GRACE_S = 5.0
 _HEALTH_S = 10.0
 _POLL_S = 0.05
@@ -40,6 +41,35 @@ _POLL_S = 0.05
 def missing_programs() -> list[str]:
     """Which of the programs of Debian's postgresql and redis-server are not installed here."""
     return [name for name in PROGRAMS if find_program(name) is None]
+
+
+def has_faketime() -> bool:
+    """Whether a service's clock can be moved here."""
+    return _FAKETIME.exists()
+
+
+def clock_environment(file: Path) -> dict[str, str]:
+    """What makes a Python program see the clock that `file` moves; nothing is moved yet."""
+    if not has_faketime():
+        raise FileNotFoundError(f"{_FAKETIME} is not there: apt-get install faketime")
+    set_clock(file, 0)
+    return {
+        "LD_PRELOAD": str(_FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_CACHE_DURATION": "1",  # seconds; without, every look at the clock reads the file
+        # What measures how long something takes is not to jump.
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        # Python compiles anew what its cache has another time of, and writes that time into the cache.
+        "NO_FAKE_STAT": "1",
+        "PYTHONPATH": str(_MOVED_CLOCK),
+    }
+
+
+def set_clock(file: Path, seconds: int) -> None:
+    """Move it by so many seconds from the right time; it is never found half written."""
+    moved = file.with_suffix(".new")
+    moved.write_text(f"{seconds:+d}\n")
+    moved.replace(file)
 
 
 @cache
@@ -140,6 +170,9 @@ class Instance:
             with suppress(subprocess.TimeoutExpired):
                 self.guard.wait(_POLL_S)
         self.guard.wait()
+        if "LD_PRELOAD" in self.env:  # of libfaketime, whose first process gives the name
+            for name in ("faketime_shm_", "sem.faketime_sem_"):
+                Path(f"/dev/shm/{name}{self.guard.pid}").unlink(missing_ok=True)
 
 
 def _send(pid: int, number: int) -> None:
@@ -191,7 +224,7 @@ class Plan:
             if not env.get(key, "").startswith(str(self.folder)):
                 env[key] = str(cwd / key.partition("_")[0].lower())
         if name in self.clocks:
-            env |= self._clock(name, number)
+            env |= clock_environment(self.folder / f"{name}-{number}.clock")
         health = tuple(move_text(word, name, names, ports) for word in service.health)
         if health and health[0] == "nc":
             health = (*health[:-1], str(ports[name, int(health[-1])]))
@@ -216,18 +249,6 @@ class Plan:
         if source.startswith((".", "/")):
             return Path(source)
         return self.folder / "volumes" / f"{source}-{number}"
-
-    def _clock(self, name: str, number: int) -> dict[str, str]:
-        file = self.folder / f"{name}-{number}.clock"
-        file.write_text("+0\n")
-        return {
-            "LD_PRELOAD": str(_FAKETIME),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_NO_CACHE": "1",
-            # What measures how long something takes is not to jump.
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-        }
 
     def _plan_postgres(self, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         port = str(self.ports["postgres", 5432])
