@@ -22,7 +22,9 @@ BENCHES = {
     "serving": "speed, memory, first load, swap and hit of a server at 0, 1, 2, 4, 8 and 16 adapter slots",
     "trigger": "how soon a run is at work, after an event and after a sweep, beside Prefect's smallest flow",
     "backlog": "hundreds of adapters at once: do pace and memory stay as they are, is the server ever too busy?",
+    "scale": "a thousand adapters through the pipeline: does the last hundred cost what the first did?",
     "catalog": "the catalog at ten thousand authors: made anew, listed, brought up to date, asked, reported",
+    "chaos": "does every adapter end as it should, whatever is killed, cut off or filled up meanwhile?",
     "mutations": "is every damage to a conversion, and every wrong decision about an adapter, named?",
 }
 

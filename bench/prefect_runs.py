@@ -177,9 +177,10 @@ def has_failed(run: FlowRun) -> bool:
     return run.state_type in {StateType.FAILED, StateType.CRASHED}
 
 
-def has_onboards_left() -> bool:
-    """Whether some run of `onboard` has not ended."""
-    ended = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(TERMINAL_STATES)))
+def has_onboards_left(*, pending: bool = True) -> bool:
+    """Whether some run of `onboard` has not ended; one whose worker died before it began stays pending for ever."""
+    others = list(TERMINAL_STATES) if pending else [*TERMINAL_STATES, StateType.PENDING]
+    ended = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=others))
     with get_client(sync_client=True) as client:
         left = client.read_flow_runs(
             deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=["onboard"])),
