@@ -13,14 +13,16 @@ from bench.chaos_calm import wait_until_settled
 from bench.chaos_events import EVENTS
 from bench.chaos_faults import CLASSES
 from bench.chaos_processes import restart, revive
-from bench.chaos_store import STORE_FAULTS, count_faults, plan_faults
+from bench.chaos_store import STORE_FAULTS, StoreTraps, count_faults, plan_faults
 from bench.chaos_world import World, patiently
 from flows.retrying import Way, carry_out, plan_failed
 
 _IN_FLIGHT = (4, 6)
 _TRAINED_EACH = 5  # of so many adapters one is for vLLM, while there are some
+_BESIDE = frozenset({*BOUNDARIES, *STORE_FAULTS})
 _SENDING = frozenset({*EVENTS, "disk_full"})  # these send an adapter themselves
 _TRAPS = 3  # boundaries at a time that kill whoever comes there
+_STORE_TRAPS = 2  # kinds of the store's faults at a time that the next request meets
 _OPERATOR_S = 10.0  # between two looks of the operator
 _TURN_S = 0.5
 
@@ -33,6 +35,7 @@ class Driver:
         self.tried: Counter[str] = Counter()
         self._done: Counter[str] = Counter()
         self._traps = Traps(world)
+        self._store_traps = StoreTraps(world)
         self._operator = Operator(world)
         self._in_flight = world.rng.randint(*_IN_FLIGHT)
 
@@ -60,7 +63,7 @@ class Driver:
         while (missing := self.missing()) and time.monotonic() < deadline:
             self._operator.turn()
             self._set_traps(missing)
-            classes = [name for name in missing if name in CLASSES and name not in BOUNDARIES]
+            classes = [name for name in missing if name in CLASSES and name not in _BESIDE]
             others = [name for name in classes if name not in _SENDING]
             if len(world.open_adapters()) < self._in_flight:
                 self._send([name for name in classes if name in _SENDING])
@@ -69,6 +72,7 @@ class Driver:
             else:
                 time.sleep(_TURN_S)
         self._traps.keep(())
+        self._store_traps.keep(())
         world.proxy.stop_faults()
 
     def _send(self, classes: list[str]) -> None:
@@ -77,16 +81,21 @@ class Driver:
         self._in_flight = world.rng.randint(*_IN_FLIGHT)
         if classes and world.rng.random() < 1 / 2:
             self._bring_about(classes)
-        elif len(world.sent) % _TRAINED_EACH or world.submit_trained() is None:
-            world.submit()
+        else:
+            one = world.submit_trained() if len(world.sent) % _TRAINED_EACH == 0 else None
+            say(f"sent {(one or world.submit()).label}, missing {self.missing()}")
 
     def _set_traps(self, missing: Mapping[str, int]) -> None:
-        """Boundaries come about by themselves, beside all else: adapters go by there all the time."""
-        kept = [name for name in sorted(self._traps.armed) if name in missing]
-        others = [name for name in missing if name in BOUNDARIES and name not in kept]
-        new = self.world.rng.sample(others, min(len(others), max(0, _TRAPS - len(kept))))
-        self.tried.update(new)
-        self._traps.keep([*kept, *new])
+        """Boundaries and the store's faults come about by themselves, beside all else: somebody always goes by."""
+        for traps, classes, most in (
+            (self._traps, BOUNDARIES, _TRAPS),
+            (self._store_traps, STORE_FAULTS, _STORE_TRAPS),
+        ):
+            kept = [name for name in sorted(traps.armed) if name in missing]
+            others = [name for name in missing if name in classes and name not in kept]
+            new = self.world.rng.sample(others, min(len(others), max(0, most - len(kept))))
+            self.tried.update(new)
+            traps.keep([*kept, *new])
 
     def _bring_about(self, classes: list[str]) -> None:
         faults = self.faults()

