@@ -83,7 +83,7 @@ class Driver:
             self._bring_about(classes)
         else:
             one = world.submit_trained() if len(world.sent) % _TRAINED_EACH == 0 else None
-            say(f"sent {(one or world.submit()).label}, missing {self.missing()}")
+            say(f"sent {(one or world.submit()).label}, missing {sum(self.missing().values())}")
 
     def _set_traps(self, missing: Mapping[str, int]) -> None:
         """Boundaries and the store's faults come about by themselves, beside all else: somebody always goes by."""

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     engine_timeout_s: float = Field(120, gt=0)
     engine_wait_s: float = Field(1_800, gt=0)  # how long a run waits for the engine's lease
 
-    claim_seconds: int = Field(120, ge=3)  # an adapter's claim, renewed while its run works
+    claim_seconds: int = Field(120, ge=3, le=600)  # an adapter's claim, renewed while its run works
     sweep_grace_seconds: int = Field(60, ge=0)  # younger uploads are left to their event
     settle_seconds: int = Field(600, ge=1)  # files without a marker are taken when none changed for so long
     sweep_batch: int = Field(50, ge=1)  # flow runs one sweep may start

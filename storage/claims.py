@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from storage.documents import put_document, read_document, utc_now
@@ -29,6 +29,9 @@ from storage.s3 import S3Store
 
 if TYPE_CHECKING:
     from storage.bulk import BulkReader
+
+LONGEST_CLAIM = timedelta(minutes=10)
+"""A claim is never made for longer."""
 
 _WRITES = 100
 _LONGEST_PAUSE = 0.2
@@ -76,7 +79,7 @@ class LedgerHandle:
 
         def take(ledger: Ledger) -> Ledger:
             held = ledger.claim
-            if held is not None and held.holder != holder and held.expires_at > self._now():
+            if held is not None and held.holder != holder and is_held(self._store, ledger, self._now()):
                 raise ClaimHeld(self.key, held.holder, held.expires_at)
             return ledger.with_claim(self._claim_of(holder, seconds))
 
@@ -223,6 +226,23 @@ def open_ledger(
     handle = LedgerHandle(store, document, etag, now)
     handle.add_submission(submission, base)
     return handle
+
+
+def is_held(store: S3Store, ledger: Ledger, now: datetime) -> bool:
+    """Tell whether somebody is at work on an adapter: its claim has not run out, and can be believed.
+
+    One that ends later than the longest claim would was made by a clock that is ahead, and a run that was killed
+    meanwhile would keep its adapter for as long. It counts while the store has seen the ledger written within the
+    longest claim's time: whoever is at work writes it three times as often.
+
+    Raises StoreUnavailable.
+    """
+    if ledger.claim is None or ledger.claim.expires_at <= now:
+        return False
+    if ledger.claim.expires_at <= now + LONGEST_CLAIM:
+        return True
+    found = store.head(ledger_key(ledger.author, ledger.adapter_digest))
+    return found is not None and now < found.last_modified + LONGEST_CLAIM
 
 
 def read_ledger(store: S3Store, author: str, adapter_digest: str) -> tuple[Ledger, str]:

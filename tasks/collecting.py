@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from roster.serving import Roster
 from storage.author_record import AuthorRecord, find_standing, read_author_record
-from storage.claims import LedgerHandle, read_ledger
+from storage.claims import LedgerHandle, is_held, read_ledger
 from storage.documents import read_document, utc_now
 from storage.errors import ClaimHeld, InvalidDocument, ObjectNotFound
 from storage.keys import (
@@ -180,7 +180,7 @@ def _read_referred(store: S3Store, author: str, own: str | None = None) -> _Refe
         pinned = _list_pinned(read_author_record(store, author))
         for ledger, _ in _read_ledgers(store, author):
             claim = ledger.claim
-            if claim is not None and claim.holder != own and claim.expires_at > now:
+            if claim is not None and claim.holder != own and is_held(store, ledger, now):
                 return _Referred(f"{claim.holder} is at work on {author}")
             outputs |= _referred_by(ledger, is_pinned=ledger.adapter_digest in pinned)
     except (InvalidDocument, ObjectNotFound) as error:

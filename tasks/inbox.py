@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from storage.author_record import AuthorRecord, check_taken_up, read_author_record
-from storage.claims import read_ledger
+from storage.claims import is_held, read_ledger
 from storage.documents import read_document
 from storage.errors import AuthorRetired, BaseUndecided, InvalidDocument, ObjectNotFound, PreconditionFailed
 from storage.keys import MARKER_FILE, TRAINING_FILE, is_upload_name, ledger_key
@@ -229,7 +229,7 @@ def _marked(
     last = ledger.steps[-1] if ledger.steps else None
     told = {name: str(last.result[name]) for name in ("code", "reason") if last and last.result.get(name)}
     code, reason = told.get("code"), told.get("reason")
-    if ledger.claim is not None and ledger.claim.expires_at > now:
+    if is_held(store, ledger, now):
         return seen(UploadState.CLAIMED, None, code=code, reason=reason, last=last)
     if any(ref.submission > marker.submission for ref in ledger.submissions):
         return ledger_key(marker.author, digest)  # history: the last submission of an adapter decides

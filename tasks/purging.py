@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from storage.author_record import AuthorAct, AuthorEvent, AuthorRecord, append_author_event
-from storage.claims import read_ledger
+from storage.claims import is_held, read_ledger
 from storage.documents import read_document, utc_now
 from storage.errors import InvalidDocument, ObjectNotFound
 from storage.keys import (
@@ -101,7 +101,7 @@ def plan_purge(store: S3Store, author: str) -> PurgePlan:
         parts=parts,
         ledgers=sum(not is_reduced(ledger) for ledger in ledgers),
         served=tuple(one.base for one in find_served(store, author)),
-        holders=tuple(one.claim.holder for one in ledgers if one.claim and one.claim.expires_at > now),
+        holders=tuple(one.claim.holder for one in ledgers if one.claim and is_held(store, one, now)),
         unreadable=unreadable,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_builders import memory_store
+from store_builders import SeaweedFS, memory_store, start_seaweedfs
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and nohup has the hang-up ignored, by them and by
 # all that they start.
@@ -33,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what running engines say of themselves to tasks/lora/served/ instead of comparing it",
     )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """A real object store for the tests of one file."""
+    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from catalog_builders import python
 from pipeline_builders import add_tiny_base
-from store_builders import SeaweedFS, start_seaweedfs
+from store_builders import SeaweedFS
 
 from roster.catalog import open_catalog
 from roster.serving import Roster
@@ -126,12 +126,6 @@ for line in sys.stdin:
     finally:
         os._exit(0)
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 def facts(folder: Path) -> Iterator[dict[str, object]]:

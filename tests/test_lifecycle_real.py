@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from store_builders import SeaweedFS, start_seaweedfs
+from store_builders import SeaweedFS
 from upkeep_builders import (
     SECRET,
     check_servable,
@@ -63,12 +63,6 @@ class Place:
             access_key=self.access_key,
             secret_key=self.secret_key,
         )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with start_seaweedfs(tmp_path_factory.mktemp("weed")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,19 @@
 """Many objects read by another library: it answers as our own client does, and what it cannot do that one does."""
 
 import hashlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from boto3.session import Session
 from obstore.exceptions import GenericError
-from store_builders import FaultInjector, SeaweedFS, failing, memory_store, start_seaweedfs
+from store_builders import FaultInjector, SeaweedFS, failing, memory_store
 
 from storage.bulk import BulkReader
 from storage.errors import ObjectNotFound, StoreUnavailable
 from storage.s3 import S3Store
 
 SESSION = Session("key", "secret", region_name="us-east-1")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from store_builders import (
 )
 
 from storage.claims import LedgerHandle, list_ledgers, open_ledger, read_ledger
+from storage.documents import utc_now
 from storage.errors import (
     ClaimHeld,
     ClaimLost,
@@ -83,6 +84,26 @@ def test_the_base_follows_the_latest_submission(store: S3Store) -> None:
     for second in (0, 1):
         assert opened(store, base="tinny", submission=make_submission(second)).document.base == "tiny"
     assert len(read_ledger(store, "ada", DIGEST)[0].submissions) == 3
+
+
+def test_a_claim_by_a_clock_that_is_ahead_counts_for_minutes_after_the_last_word(store: S3Store) -> None:
+    """A run that was killed while its clock was an hour ahead kept its adapter for an hour."""
+    now = utc_now()
+    ahead = open_ledger(store, "ada", DIGEST, "tiny", make_submission(), now=lambda: now + timedelta(hours=1))
+    ahead.claim("w1", 60)
+
+    def take(seconds: float) -> LedgerHandle:
+        moment = now + timedelta(seconds=seconds)
+        other = open_ledger(store, "ada", DIGEST, "tiny", make_submission(), now=lambda: moment)
+        other.claim("w2", 60)
+        return other
+
+    for early in (0, 590):
+        with pytest.raises(ClaimHeld, match="w1 works on this adapter"):
+            take(early)
+    assert take(610).document.claim is not None
+    with pytest.raises(ClaimLost):
+        ahead.append(make_step())
 
 
 def test_one_holder_works_and_others_hear_who_and_until_when(store: S3Store, clock: Clock) -> None:

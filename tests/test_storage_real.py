@@ -4,7 +4,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -36,12 +36,6 @@ from storage.uploads import download_upload, read_upload
 pytestmark = pytest.mark.real
 
 WRITERS = 16
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 @pytest.fixture

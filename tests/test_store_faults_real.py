@@ -22,7 +22,6 @@ from store_builders import (
     make_adapter_directory,
     make_step,
     make_submission,
-    start_seaweedfs,
     submit_directory,
 )
 
@@ -61,12 +60,6 @@ pytestmark = pytest.mark.real
 LINE = (FaultKind.UNAVAILABLE, FaultKind.SLOW_DOWN, FaultKind.TIMEOUT, FaultKind.RESET)
 LARGE = random.Random(3).randbytes(33 << 20)  # in parts
 LIMITS = SyncLimits(max_opponents=4, max_drop=1.0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with start_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

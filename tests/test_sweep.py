@@ -68,10 +68,10 @@ def upload(store: S3Store, folder: Path, author: str, **more: Any) -> UploadMark
     return submit_directory(store, make_adapter_directory(folder / author, seed=seed), author, **more)
 
 
-def taken_up(store: S3Store, marker: UploadMarker) -> LedgerHandle:
+def taken_up(store: S3Store, marker: UploadMarker, now: Callable[[], datetime] = utc_now) -> LedgerHandle:
     digest = read_upload(store, marker.author, marker.run).adapter_digest
     ref = SubmissionRef(run=marker.run, submission=marker.submission)
-    return open_ledger(store, marker.author, digest, marker.base, ref)
+    return open_ledger(store, marker.author, digest, marker.base, ref, now=now)
 
 
 def record(ledger: LedgerHandle, *steps: Step) -> None:
@@ -130,6 +130,20 @@ def test_each_upload_without_a_verdict_is_told_with_what_it_is_at(store: S3Store
 def judged(training: str = "none", base: str = BASE) -> Step:
     step = make_step(StepKind.VERDICT, Outcome.READY)
     return step.model_copy(update={"inputs": {"base": base, "training": training}})
+
+
+def test_what_a_clock_that_was_ahead_has_claimed_is_taken_up_in_minutes(
+    store: S3Store, tmp_path: Path
+) -> None:
+    now = utc_now()
+    held = taken_up(store, upload(store, tmp_path, "ahead"), now=lambda: now + timedelta(hours=1))
+    held.claim("worker-7 run-9", 60)
+    held.append(make_step(StepKind.CONVERTED))
+    states = [
+        [one.state.value for one in list_pending(store, now=now + timedelta(seconds=after), settle_s=600)]
+        for after in (0, 590, 610)
+    ]
+    assert states == [["claimed"], ["claimed"], ["died"]]
 
 
 def test_an_upload_that_no_run_took_up_is_due_after_a_while(store: S3Store, tmp_path: Path) -> None:
