@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import uuid4
 
-from roster.serving import Roster
+from roster.serving import Manifest, Roster
 from storage.author_record import AuthorRecord, find_standing, read_author_record
 from storage.claims import LedgerHandle, is_held, read_ledger
 from storage.documents import read_document, utc_now
@@ -25,6 +25,7 @@ from storage.keys import (
     ROSTER_HISTORY,
     SERVING,
     ledger_prefix,
+    manifest_key,
     parse_ledger_key,
     parse_staged_key,
     roster_key,
@@ -117,6 +118,8 @@ def collect(
                     why = "a published roster names it"
                 elif clock() - begun > _WORK_SECONDS:
                     why = "this author took too long; the next `roster gc` goes on"
+                if why is None:
+                    why = _find_by_name(store, one)
                 if why is not None:
                     left.append((one.prefix, why))
                     continue
@@ -186,6 +189,26 @@ def _read_referred(store: S3Store, author: str, own: str | None = None) -> _Refe
     except (InvalidDocument, ObjectNotFound) as error:
         return _Referred(str(error))
     return _Referred(None, frozenset(outputs))
+
+
+def _find_by_name(store: S3Store, one: Staged) -> str | None:
+    """Why a prefix is kept to which no ledger refers that a listing has shown: the one that its manifest names does.
+
+    A listing may be older than the objects; what is removed here does not come back.
+    """
+    try:
+        manifest = read_document(store, manifest_key(one.prefix), Manifest)[0]
+    except (ObjectNotFound, InvalidDocument):
+        return None  # a killed run left it so; nobody can be served from it
+    try:
+        ledger = read_ledger(store, one.author, manifest.adapter_digest)[0]
+        pinned = _list_pinned(read_author_record(store, one.author))
+    except ObjectNotFound:
+        return None
+    except InvalidDocument as error:
+        return str(error)
+    referred = _referred_by(ledger, is_pinned=ledger.adapter_digest in pinned)
+    return "a ledger refers to it that was not listed" if one.output_digest in referred else None
 
 
 def _list_pinned(record: AuthorRecord) -> set[str | None]:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_builders import Roster
+from feed_builders import EXAMPLES
 from pipeline_builders import Desk, OnLoad
 from store_builders import DIGEST, memory_store, with_faults
 from upkeep_builders import (
@@ -98,6 +100,27 @@ def test_only_what_nothing_needs_is_garbage(store: S3Store) -> None:
     assert set(contents(store)) == kept and pinned
     ledger, _ = read_ledger(store, "ada", digest("ada refused"))
     assert ledger.claim is None and ledger.verdict is not None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.READY, Outcome.QUARANTINED])
+def test_what_an_older_listing_hides_is_looked_for_by_its_name(store: S3Store, outcome: Outcome) -> None:
+    output = put_adapter(store, "ada", "hidden", outcome)
+    manifest = json.loads((EXAMPLES / "manifest.json").read_text("utf-8"))
+    manifest |= {"author": "ada", "output_digest": output, "adapter_digest": digest("ada hidden")}
+    store.put(f"serving/ada/{output}/manifest.json", json.dumps(manifest).encode())
+    pages = store._client.list_objects_v2
+
+    def older(**asked: Any) -> Any:
+        page = pages(**asked)
+        page["Contents"] = [one for one in page.get("Contents", ()) if not one["Key"].startswith("ledger/")]
+        return page
+
+    done = run_gc(with_faults(store, list_objects_v2=older))
+    prefix = f"serving/ada/{output}/"
+    if outcome is Outcome.READY:
+        assert done.left == ((prefix, "a ledger refers to it that was not listed"),) and not done.removed
+    else:
+        assert [one.prefix for one in done.removed] == [prefix] and done.left == ()
 
 
 @pytest.mark.parametrize("what", ["claimed", "claimed since", "published since", "pinned since", "torn"])
