@@ -13,7 +13,7 @@ from flows.asking import Log, list_worked_on, request_onboard
 from flows.connect import open_store, sync_limits
 from flows.settings import load_settings
 from roster.catalog import open_catalog
-from roster.errors import CatalogDamaged, CatalogHeld, CatalogMissing, CatalogSchemaMismatch
+from roster.errors import CatalogUnreadable
 from storage.keys import author_record_key, is_author
 from tasks.cataloguing import Synced, publish_catalog, sync_catalog
 
@@ -60,7 +60,7 @@ def _with_worked_on(touched: list[str] | None, catalog: Path) -> list[str] | Non
     try:
         with open_catalog(catalog) as reader:
             last = datetime.fromisoformat(reader.synced_at())
-    except (CatalogMissing, CatalogDamaged, CatalogHeld, CatalogSchemaMismatch):
+    except CatalogUnreadable:
         return None
     # If it is yet to come, a clock was ahead or is behind, and who was worked on meanwhile cannot be told.
     if not timedelta() <= datetime.now(UTC) - last <= timedelta(days=1):

@@ -9,7 +9,11 @@ class RosterError(Exception):
     """The base of every error of this package."""
 
 
-class CatalogMissing(RosterError):
+class CatalogUnreadable(RosterError):
+    """Base of those that say why there is no catalog to read; each has the `path`."""
+
+
+class CatalogMissing(CatalogUnreadable):
     """There is no catalog file at `path`."""
 
     def __init__(self, path: Path) -> None:
@@ -23,7 +27,7 @@ class CatalogMissing(RosterError):
         )
 
 
-class CatalogSchemaMismatch(RosterError):
+class CatalogSchemaMismatch(CatalogUnreadable):
     """The catalog at `path` was built by another version of the code, with the schema `found`."""
 
     def __init__(self, path: Path, found: str, expected: str) -> None:
@@ -38,7 +42,7 @@ class CatalogSchemaMismatch(RosterError):
         )
 
 
-class CatalogDamaged(RosterError):
+class CatalogDamaged(CatalogUnreadable):
     """The catalog at `path` cannot be read: `found` says what DuckDB met."""
 
     def __init__(self, path: Path, found: str) -> None:
@@ -53,7 +57,7 @@ class CatalogDamaged(RosterError):
         )
 
 
-class CatalogHeld(RosterError):
+class CatalogHeld(CatalogUnreadable):
     """Another program has the catalog at `path` open for writing: `found` is DuckDB's message."""
 
     def __init__(self, path: Path, found: str) -> None:

@@ -51,6 +51,7 @@ ELSEWHERE = {
     tasks.errors.PipelineError: "a parent; only its children are raised",
     storage.errors.StorageError: "a parent; only its children are raised",
     roster.errors.RosterError: "a parent; only its children are raised",
+    roster.errors.CatalogUnreadable: "a parent; only its children are raised",
     storage.errors.PreconditionFailed: "tells writers to read again; each of them handles it",
     tasks.lora.errors.WeightsIncomparable: "becomes Uncompared: a merged checkpoint says nothing then",
     storage.errors.ClaimHeld: "becomes AdapterBusy: the run ends as Elsewhere",

@@ -141,9 +141,12 @@ class Instance:
             return self.runs
         if self.health[0] == "nc":  # which may not be installed here
             return is_listening(int(self.health[-1]))
-        done = subprocess.run(
-            self.health, env=self.env, cwd=self.cwd, capture_output=True, timeout=_HEALTH_S, check=False
-        )
+        try:
+            done = subprocess.run(
+                self.health, env=self.env, cwd=self.cwd, capture_output=True, timeout=_HEALTH_S, check=False
+            )
+        except subprocess.TimeoutExpired:  # which docker counts as a failure too
+            return False
         return done.returncode == 0
 
     def stop(self) -> None:

@@ -192,13 +192,7 @@ def _list_hindrances(settings: Settings, acted: Acted) -> list[str]:
     """Why nobody will be served under a new pin, as far as the author's record and this machine's catalog tell."""
     from roster.advice import advise
     from roster.catalog import open_catalog
-    from roster.errors import (
-        CatalogDamaged,
-        CatalogHeld,
-        CatalogMissing,
-        CatalogSchemaMismatch,
-        UnknownAuthor,
-    )
+    from roster.errors import CatalogUnreadable, UnknownAuthor
     from storage.author_record import AuthorAct, find_standing
 
     event = acted.event
@@ -212,7 +206,7 @@ def _list_hindrances(settings: Settings, acted: Acted) -> list[str]:
     try:
         with open_catalog(settings.catalog_path) as reader:
             adapters, synced_at = reader.show(author).adapters, reader.synced_at()
-    except (CatalogDamaged, CatalogHeld, CatalogMissing, CatalogSchemaMismatch, UnknownAuthor):
+    except (CatalogUnreadable, UnknownAuthor):
         return found
     for one in adapters:
         if one.adapter.adapter_digest == event.adapter_digest:
