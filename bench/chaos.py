@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.chaos_calm import play_undisturbed, scripted_engine
 from bench.chaos_drive import Driver, say, settle
-from bench.chaos_faults import CLASSES
+from bench.chaos_faults import NAMES
 from bench.chaos_judge import Findings, judge
 from bench.chaos_processes import list_runs, wait_until
 from bench.chaos_watch import CatalogWatch, LedgerWatch, RosterWatch, ServingWatch, Watch, watching
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
     _require_programs()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     say(f"seed {seed}")
-    wanted = {name: options.faults for name in CLASSES if options.only is None or name in options.only}
+    wanted = {name: options.faults for name in NAMES if options.only is None or name in options.only}
     begun = time.monotonic()
     trained = None if options.scripted else _train()
     figures = _play(seed, options.adapters, wanted, options.minutes * 60, trained)

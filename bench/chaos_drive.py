@@ -13,13 +13,12 @@ from bench.chaos_calm import wait_until_settled
 from bench.chaos_events import EVENTS
 from bench.chaos_faults import CLASSES
 from bench.chaos_processes import restart, revive
-from bench.chaos_store import STORE_FAULTS, StoreTraps, count_faults, plan_faults
+from bench.chaos_store import KINDS, StoreTraps, count_faults, plan_faults
 from bench.chaos_world import World, patiently
 from flows.retrying import Way, carry_out, plan_failed
 
 _IN_FLIGHT = (4, 6)
 _TRAINED_EACH = 5  # of so many adapters one is for vLLM, while there are some
-_BESIDE = frozenset({*BOUNDARIES, *STORE_FAULTS})
 _SENDING = frozenset({*EVENTS, "disk_full"})  # these send an adapter themselves
 _TRAPS = 3  # boundaries at a time that kill whoever comes there
 _STORE_TRAPS = 2  # kinds of the store's faults at a time that the next request meets
@@ -45,7 +44,7 @@ class Driver:
         met = count_faults(self.world)
         # Who is killed at a request is reset there, which is not what that class is about.
         met["s3_reset"] = max(0, met["s3_reset"] - self._traps.killed.total() - self.tried["kill_sync"])
-        return {name: met[name] if name in STORE_FAULTS else done[name] for name in self.wanted}
+        return {name: met[name] if name in KINDS else done[name] for name in self.wanted}
 
     def missing(self) -> dict[str, int]:
         """How many are missing of each class that has not its number, and of the adapters."""
@@ -58,12 +57,12 @@ class Driver:
         """Go on until each class has its number and so have the adapters, but no longer than that."""
         world = self.world
         deadline = time.monotonic() + within_s
-        if any(name in STORE_FAULTS for name in self.wanted):
+        if any(name in KINDS for name in self.wanted):
             world.proxy.start_faults(plan_faults(world.rng.randrange(10**6), max(self.wanted.values())))
         while (missing := self.missing()) and time.monotonic() < deadline:
             self._operator.turn()
             self._set_traps(missing)
-            classes = [name for name in missing if name in CLASSES and name not in _BESIDE]
+            classes = [name for name in missing if name in CLASSES and name not in BOUNDARIES]
             others = [name for name in classes if name not in _SENDING]
             if len(world.open_adapters()) < self._in_flight:
                 self._send([name for name in classes if name in _SENDING])
@@ -89,7 +88,7 @@ class Driver:
         """Boundaries and the store's faults come about by themselves, beside all else: somebody always goes by."""
         for traps, classes, most in (
             (self._traps, BOUNDARIES, _TRAPS),
-            (self._store_traps, STORE_FAULTS, _STORE_TRAPS),
+            (self._store_traps, KINDS, _STORE_TRAPS),
         ):
             kept = [name for name in sorted(traps.armed) if name in missing]
             others = [name for name in missing if name in classes and name not in kept]

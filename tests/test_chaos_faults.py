@@ -24,7 +24,7 @@ from topology_instances import clock_environment, has_faketime, set_clock
 import bench.chaos_boundaries
 import bench.chaos_limits
 from bench.chaos_boundaries import BOUNDARIES, Traps
-from bench.chaos_faults import CLASSES
+from bench.chaos_faults import CLASSES, NAMES
 from bench.chaos_limits import full_disk
 from bench.chaos_processes import RunProcess
 from bench.chaos_store import count_faults, plan_faults
@@ -155,7 +155,7 @@ def test_there_are_classes_of_all_that_can_happen() -> None:
         for what in ("flow", "worker", "server", "services", "engine", "store", "sync", "postgres", "redis")
     }
     assert len(BOUNDARIES) == 2 * len(StepKind)
-    assert {f"s3_{kind.value}" for kind in FaultKind} <= set(CLASSES)
+    assert {f"s3_{kind.value}" for kind in FaultKind} <= set(NAMES)
     assert {
         "event_lost",
         "event_doubled",

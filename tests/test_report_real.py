@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, FLAGS
 from catalog_builders import sync
 from ledger_builders import digest, ledger, refused, whole_path
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -21,15 +22,6 @@ from roster.report_rows import ReportMatrix, ReportText
 
 pytestmark = pytest.mark.real
 
-CHROMIUM = "chromium"
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
 AUTHORS = 230
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"> `roster why` \u202etxet"
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 from uuid import UUID
 
 import pytest
+from browser import CHROMIUM, FLAGS
 from lora_builders import Logical, attention, encode, save_adapter
 from pipeline_builders import BASE, BASE_BPB, CONTROL_BPB, OTHER_BPB, OWN_BPB, add_tiny_base
 from prefect.client.orchestration import get_client
@@ -46,15 +47,6 @@ from tasks.submission import submit_adapter
 
 pytestmark = pytest.mark.real
 
-CHROMIUM = "chromium"
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
 UNTIL_SCORED = ["inspected", "converted", "checked", "staged", "opponents"]
 DEADLINE_S = 180
 CLICK_MS = 60_000
