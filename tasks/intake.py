@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from tasks.outcomes import Code, rule
 RESCORED = frozenset({StepKind.OPPONENTS, StepKind.SCORED, StepKind.VERDICT})
 # Converted adapters that stay on a worker's disk when a run ends, for each base.
 _KEPT = 16
+Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
 class AdapterWaits(Exception):
@@ -218,7 +220,7 @@ def claimed_job(
     flow_run: str,
     force: bool,
     rescore: bool,
-    log: logging.Logger | logging.LoggerAdapter[Any],
+    log: Log,
 ) -> Iterator[Job]:
     """A job whose ledger this run has claimed, renewed until the block ends.
 
@@ -234,11 +236,7 @@ def claimed_job(
     marker = taken.upload.marker
     label = f"{marker.author}/{marker.run}"
     ledger = _open_ledger(store, taken.upload, label)
-    try:
-        # A Retry in Prefect keeps the flow run's id, and a container its process ids: the holder needs more.
-        ledger.claim(f"{worker} {flow_run} {uuid4().hex[:8]}", limits.claim_seconds)
-    except ClaimHeld as held:
-        raise AdapterBusy(label, held.holder, held.expires_at) from held
+    _claim(ledger, label, worker, flow_run, limits.claim_seconds, log)
     disk = RunDisk(limits.work_path)
     try:
         latest = max(known.submission for known in ledger.document.submissions)
@@ -277,6 +275,30 @@ def _open_ledger(store: S3Store, upload: Upload, label: str) -> LedgerHandle:
         raise IntakeRefused(label, rule(error).code.value, str(error)) from error
 
 
+def _claim(ledger: LedgerHandle, label: str, worker: str, flow_run: str, seconds: float, log: Log) -> None:
+    """Claim the adapter; over this flow run's own claim from before a Retry, once that has run out.
+
+    Whoever clicks Retry on a run that was just killed means this run, not the sweep's next. That the process before
+    is dead is not taken for granted: one that was called dead by mistake renews its claim, and goes on alone.
+
+    Raises AdapterBusy.
+    """
+    # A Retry in Prefect keeps the flow run's id, and a container its process ids: the holder needs more.
+    holder = f"{worker} {flow_run} {uuid4().hex[:8]}"
+    try:
+        ledger.claim(holder, seconds)
+    except ClaimHeld as held:
+        left = (held.expires_at - utc_now()).total_seconds()
+        if flow_run not in held.holder.split() or left > seconds + 1:
+            raise AdapterBusy(label, held.holder, held.expires_at) from held
+        log.info("%s: waiting %.0f s for the claim of this run's earlier process to run out", label, left)
+        time.sleep(max(0.0, left) + 0.1)
+        try:
+            ledger.claim(holder, seconds)
+        except ClaimHeld as renewed:
+            raise AdapterBusy(label, renewed.holder, renewed.expires_at) from renewed
+
+
 def _still_takes(store: S3Store, taken: Taken) -> Needs | Hindrance:
     """What the upload is judged with, unless its author was retired since it was taken in.
 
@@ -291,7 +313,7 @@ def _still_takes(store: S3Store, taken: Taken) -> Needs | Hindrance:
     return taken.needs
 
 
-def _release(ledger: LedgerHandle, label: str, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+def _release(ledger: LedgerHandle, label: str, log: Log) -> None:
     """Give the claim back; where that fails it runs out by itself, and what the run has found stands."""
     try:
         ledger.release()

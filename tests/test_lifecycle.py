@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -38,15 +41,16 @@ from storage.author_record import (
     read_author_record,
 )
 from storage.claims import open_ledger
-from storage.documents import encode_document
-from storage.errors import InvalidDocument
-from storage.keys import author_record_key, parse_author_record_key, parse_ledger_key
-from storage.ledger import Outcome, StepKind
+from storage.documents import encode_document, read_document
+from storage.errors import ClaimLost, InvalidDocument
+from storage.keys import author_record_key, ledger_key, parse_author_record_key, parse_ledger_key
+from storage.ledger import Ledger, Outcome, StepKind, SubmissionRef
 from storage.s3 import S3Store
 from tasks.acts import act, find_adapter, find_served, pin
 from tasks.cataloguing import SyncLimits, sync_catalog
 from tasks.inbox import UploadState, list_pending
-from tasks.intake import AdapterWaits, claimed_job, take_in
+from tasks.intake import AdapterBusy, AdapterWaits, Taken, claimed_job, take_in
+from tasks.job import Job
 from tasks.lifecycle_errors import AdapterNotNamed, PinRefused
 from tasks.sweeping import list_due
 
@@ -213,25 +217,67 @@ def test_a_retired_author_is_passed_over_until_released(desk: Desk) -> None:
     assert swept() == ["ash"] and desk.run("ash").name == "Ready"
 
 
+def claimed(desk: Desk, taken: Taken, flow_run: str, seconds: int) -> AbstractContextManager[Job]:
+    return claimed_job(
+        desk.store,
+        taken,
+        replace(job_limits(desk.settings), claim_seconds=seconds),
+        worker="w",
+        flow_run=flow_run,
+        force=False,
+        rescore=False,
+        log=logging.getLogger(__name__),
+    )
+
+
 def test_a_run_notices_a_retirement_that_came_while_it_took_the_upload_in(desk: Desk) -> None:
     desk.heldout("ash")
     desk.submit("ash", desk.adapter("ash"))
     taken = take_in(desk.store, "ash", "run-1")
     assert not hasattr(taken.needs, "code")
     act(desk.store, "ash", RETIRE, base=None, who="mara", why="left the programme")
-    job = claimed_job(
-        desk.store,
-        taken,
-        job_limits(desk.settings),
-        worker="w",
-        flow_run="f",
-        force=False,
-        rescore=False,
-        log=logging.getLogger(__name__),
-    )
-    with pytest.raises(AdapterWaits, match="the retire of mara for every base"), job:
+    with (
+        pytest.raises(AdapterWaits, match="the retire of mara for every base"),
+        claimed(desk, taken, "run-a", 120),
+    ):
         pytest.fail("the block must not be entered")
     assert desk.ledger("ash").claim is None
+
+
+def test_a_retry_waits_for_the_claim_of_its_own_killed_process(desk: Desk) -> None:
+    """It ended as Elsewhere at once, and who had clicked Retry had to wait for the sweep."""
+    desk.heldout("ash")
+    desk.submit("ash", desk.adapter("ash"))
+    taken = take_in(desk.store, "ash", "run-1")
+    key = ledger_key("ash", taken.upload.adapter_digest)
+    submission = SubmissionRef(run="run-1", submission=taken.upload.marker.submission)
+    killed = open_ledger(desk.store, "ash", taken.upload.adapter_digest, BASE, submission)
+    killed.claim("w:7 run-a 11111111", 2)
+    begun = time.monotonic()
+    with pytest.raises(AdapterBusy, match="w:7 run-a 11111111"), claimed(desk, taken, "run-b", 3):
+        pytest.fail("another run does not wait")
+    assert time.monotonic() - begun < 1
+    with claimed(desk, taken, "run-a", 3) as job:
+        assert time.monotonic() - begun >= 1
+        assert read_document(desk.store, key, Ledger)[0].claim == job.ledger.document.claim
+    with pytest.raises(ClaimLost):
+        killed.renew(2)
+
+
+def test_a_retry_leaves_alone_who_was_called_dead_by_mistake(desk: Desk) -> None:
+    desk.heldout("ash")
+    desk.submit("ash", desk.adapter("ash"))
+    taken = take_in(desk.store, "ash", "run-1")
+    submission = SubmissionRef(run="run-1", submission=taken.upload.marker.submission)
+    alive = open_ledger(desk.store, "ash", taken.upload.adapter_digest, BASE, submission)
+    alive.claim("w:7 run-a 11111111", 2)
+    with (
+        alive.keep_claim(2),
+        pytest.raises(AdapterBusy, match="w:7 run-a 11111111"),
+        claimed(desk, taken, "run-a", 3),
+    ):
+        pytest.fail("the block must not be entered")
+    alive.renew(2)
 
 
 def test_held_is_not_served_and_a_pin_decides(store: S3Store, tmp_path: Path) -> None:
