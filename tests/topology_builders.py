@@ -11,9 +11,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from compose_builders import COMPLETED, COMPOSE, HEALTHY, Service, find_addresses, read_services
 from store_builders import SeaweedFS
 from topology_instances import (
@@ -21,7 +22,6 @@ from topology_instances import (
     STORE_PARTS,
     Instance,
     Plan,
-    is_listening,
     make_postgres,
     postgres_folder,
     set_clock,
@@ -63,6 +63,7 @@ class Topology:
     instances: Mapping[str, list[Instance]]
     plan: Plan
     environment: dict[str, str]
+    ends: list[float] = field(default_factory=list)  # the time at which taking it down began
 
     @property
     def folder(self) -> Path:
@@ -142,12 +143,17 @@ class Topology:
         set_clock(self.clock(service, index), seconds)
 
     def leftovers(self) -> tuple[list[int], list[int]]:
-        """The processes of ours that run, and the ports of ours that somebody listens on."""
+        """The processes of ours that run, and the ports of ours that somebody listens on who began before the end.
+
+        A port that is free again may be the next one that a test beside this one picks.
+        """
         # Postgres writes over its environment; but it stands in its data.
         pids = set(list_marked(MARK, str(self.plan.folder))) | set(_list_inside(self.plan.postgres))
         plan = self.plan
-        ports = (*plan.ports.values(), *plan.further_ports.values(), *plan.store_ports.values())
-        return sorted(pids), sorted({port for port in ports if is_listening(port)})
+        ports = {*plan.ports.values(), *plan.further_ports.values(), *plan.store_ports.values()}
+        [ended] = self.ends
+        listening = {port for port, began in _list_listeners() if began is None or began < ended}
+        return sorted(pids), sorted(ports & listening)
 
 
 @contextmanager
@@ -286,6 +292,7 @@ def _require_hope(instance: Instance, deadline: float) -> None:
 
 def _take_down(topology: Topology) -> None:
     """End everything; Postgres is told to, so that nothing of it stays in shared memory."""
+    topology.ends.append(time.time())
     for name in reversed(list(topology.instances)):
         for instance in topology.instances[name]:
             if name == "postgres":
@@ -294,6 +301,16 @@ def _take_down(topology: Topology) -> None:
     for part, port in topology.plan.store_ports.items():
         with suppress(FileNotFoundError):
             Path(f"/tmp/seaweedfs-{part}-grpc-{port + GRPC_OFFSET}.sock").unlink()
+
+
+def _list_listeners() -> Iterator[tuple[int, float | None]]:
+    """The ports that are listened on, and when the process that does so was started; None if nobody can tell."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            began = None
+            with suppress(psutil.Error):
+                began = psutil.Process(connection.pid).create_time() if connection.pid else None
+            yield connection.laddr.port, began
 
 
 def _list_inside(folder: Path) -> list[int]:
