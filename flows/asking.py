@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 from uuid import UUID
@@ -42,6 +42,8 @@ _LONGEST_PAUSE = timedelta(hours=1)
 _CLAIMED_WITHIN = timedelta(minutes=15)
 # A worker starts what it has taken within seconds; what is still to be started after this long died with that worker.
 _STARTED_WITHIN = timedelta(minutes=2)
+# Runs are asked for at once: who asked for one that begins later than this had a clock that was ahead.
+_BEGUN_WITHIN = timedelta(minutes=2)
 _AGAIN = re.compile(r"/again-\d+$")
 _PAGE = 200
 _LOOKED_AHEAD = 8  # so many runs under one key are looked for at once
@@ -54,12 +56,14 @@ class Asked:
     """What has been asked for already: keys of requests, and uploads as (author, run) that a run will yet look at.
 
     `ended` is how many runs under a key have ended, `resting` are those of these keys that are not asked for again now.
+    `put_off` are runs that would begin much later, by their uploads: they cover nothing until they are brought forward.
     """
 
     keys: frozenset[str]
     uploads: frozenset[tuple[str, str]]
     ended: Mapping[str, int]
     resting: frozenset[str]
+    put_off: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def covers(self, author: str, run: str, key: str) -> bool:
         """Whether another request would only start a second run beside one that finds the same."""
@@ -88,8 +92,12 @@ def list_asked(wanted: Collection[str]) -> Asked:
     """
     keys: set[str] = set()
     uploads: set[tuple[str, str]] = set()
+    put_off: dict[tuple[str, str], str] = {}
     for run in _read_runs(ALIVE):
         if run.state and _has_died(run.state):
+            continue
+        if run.state and _is_put_off(run.state):
+            put_off[_upload_of(run)] = str(run.id)
             continue
         if run.idempotency_key:
             keys.add(_AGAIN.sub("", run.idempotency_key))
@@ -97,9 +105,8 @@ def list_asked(wanted: Collection[str]) -> Asked:
             uploads.add(_upload_of(run))
     last = _last_ended(wanted)
     resting = frozenset(key for key, (before, state) in last.items() if _rests(state, before))
-    return Asked(
-        frozenset(keys), frozenset(uploads), {key: before + 1 for key, (before, _) in last.items()}, resting
-    )
+    ended = {key: before + 1 for key, (before, _) in last.items()}
+    return Asked(frozenset(keys), frozenset(uploads), ended, resting, put_off)
 
 
 def list_on_their_way() -> list[OnboardRun]:
@@ -149,6 +156,13 @@ def send_again(run: OnboardRun, message: str) -> str | None:
     if answer.status is SetStateStatus.ACCEPT:
         return None
     return str(getattr(answer.details, "reason", None) or answer.status.value)
+
+
+def bring_forward(run: str) -> None:
+    """Have a run that is scheduled for later begin now."""
+    message = "the sweep brought it forward: its upload is due, and runs are never asked for in advance"
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(run), Scheduled(scheduled_time=datetime.now(UTC), message=message))
 
 
 def start_onboard(
@@ -226,6 +240,12 @@ def _has_died(state: State) -> bool:
     """Whether a run in this state has died, if nobody holds its adapter."""
     within = _STARTED_WITHIN if state.is_pending() else _CLAIMED_WITHIN
     return (state.is_running() or state.is_pending()) and datetime.now(UTC) >= state.timestamp + within
+
+
+def _is_put_off(state: State) -> bool:
+    """Whether a run in this state would begin much later than it was asked for."""
+    begins = state.state_details.scheduled_time
+    return state.is_scheduled() and begins is not None and begins > datetime.now(UTC) + _BEGUN_WITHIN
 
 
 def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = None) -> bool:

@@ -10,7 +10,7 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.asking import list_asked, request_onboard
+from flows.asking import bring_forward, list_asked, request_onboard
 from flows.connect import open_store
 from flows.settings import load_settings
 from tasks.at_rest import MEMORY_FILE
@@ -40,6 +40,11 @@ def sweep() -> State:
         if on_their_way == settings.sweep_batch:
             break
         if asked.covers(one.author, one.run, one.key):
+            on_their_way += 1
+            continue
+        if (one.author, one.run) in asked.put_off:
+            bring_forward(asked.put_off[one.author, one.run])
+            log.info("%s/%s: its run was scheduled for later, and is brought forward", one.author, one.run)
             on_their_way += 1
             continue
         if one.key in asked.resting:

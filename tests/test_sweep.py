@@ -16,6 +16,7 @@ import pytest
 from pipeline_builders import BASE, add_tiny_base
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled
 from store_builders import make_adapter_directory, make_step, memory_store, submit_directory
@@ -23,7 +24,7 @@ from store_builders import make_adapter_directory, make_step, memory_store, subm
 import flows.asking
 import flows.connect
 import flows.sweep
-from flows.asking import Asked, list_asked, request_onboard, request_sync
+from flows.asking import Asked, bring_forward, list_asked, request_onboard, request_sync
 from flows.deploy import deploy
 from flows.events import announce_upload
 from flows.settings import Settings
@@ -347,6 +348,26 @@ def test_a_run_that_died_with_its_machine_is_followed_by_another(
 
 
 @pytest.mark.real
+def test_a_run_that_a_clock_ahead_has_put_off_is_brought_forward(deployed: None) -> None:
+    """It stood there for an hour, and no other run was asked for: its upload seemed to be on its way."""
+    later = datetime.now(UTC) + timedelta(hours=1)
+    parameters = {"author": "swept-late", "run": "run-1"}
+    run = run_deployment(
+        "onboard/onboard", parameters=parameters, scheduled_time=later, timeout=0, as_subflow=False
+    )
+    asked = list_asked(())
+    assert asked.put_off["swept-late", "run-1"] == str(run.id)
+    assert not asked.covers("swept-late", "run-1", "key")
+    bring_forward(str(run.id))
+    asked = list_asked(())
+    assert ("swept-late", "run-1") not in asked.put_off and asked.covers("swept-late", "run-1", "key")
+    with get_client(sync_client=True) as client:
+        begins = client.read_flow_run(run.id).next_scheduled_start_time
+    assert begins is not None and begins <= datetime.now(UTC)
+    assert states_of("swept-late") == ["Scheduled"]
+
+
+@pytest.mark.real
 def test_a_run_that_refused_its_upload_is_not_repeated(
     deployed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,27 +407,35 @@ def test_uploads_that_cannot_be_started_do_not_keep_others_waiting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Refused uploads stay due for ever and are the oldest; the batch is for those that a run can be started for."""
-    names = ("refused", "resting", "elsewhere", "new-1", "new-2", "new-3")
+    names = ("refused", "resting", "elsewhere", "new-1", "put-off", "new-2", "new-3")
     listed = [
         Due(name, "run-1", "s", name, "why", datetime(2026, 3, day, tzinfo=UTC))
         for day, name in enumerate(names, start=1)
     ]
-    known = Asked(frozenset(), frozenset({("elsewhere", "run-1")}), {"new-1": 2}, frozenset({"resting"}))
+    known = Asked(
+        frozenset(),
+        frozenset({("elsewhere", "run-1")}),
+        {"new-1": 2},
+        frozenset({"resting"}),
+        {("put-off", "run-1"): "its id"},
+    )
     asked: list[tuple[str, int]] = []
+    brought: list[str] = []
 
     def request(author: str, run: str, *, ended: int, **_: Any) -> bool:
         asked.append((author, ended))
         return author.startswith("new")
 
-    settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=3)
+    settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=4)
+    monkeypatch.setattr(flows.sweep, "bring_forward", brought.append)
     monkeypatch.setattr(flows.sweep, "load_settings", lambda: settings)
     monkeypatch.setattr(flows.sweep, "get_run_logger", lambda: LOG)
     monkeypatch.setattr(flows.sweep, "list_due", lambda *_, **__: Swept(listed, []))
     monkeypatch.setattr(flows.sweep, "list_asked", lambda keys: known if [*keys] == [*names] else None)
     monkeypatch.setattr(flows.sweep, "request_onboard", request)
     state = sweep.fn()
-    assert asked == [("refused", 0), ("new-1", 2), ("new-2", 0)]
-    assert "6 uploads were due, 3 runs are on their way" in (state.message or "")
+    assert asked == [("refused", 0), ("new-1", 2), ("new-2", 0)] and brought == ["its id"]
+    assert "7 uploads were due, 4 runs are on their way" in (state.message or "")
 
 
 @pytest.mark.parametrize(
