@@ -13,6 +13,7 @@ from prefect.states import Completed
 from flows.asking import bring_forward, list_asked, request_onboard
 from flows.connect import open_store
 from flows.settings import load_settings
+from flows.tidying import mark_dead
 from tasks.at_rest import MEMORY_FILE
 from tasks.inbox import PendingUpload
 from tasks.sweeping import list_due
@@ -27,8 +28,10 @@ def sweep() -> State:
     log = get_run_logger()
     settings = load_settings()
     now = datetime.now(UTC)
+    store = open_store(settings)
+    mark_dead(store, settings.dead_after_seconds, log)
     swept = list_due(
-        open_store(settings),
+        store,
         now=now,
         grace_s=settings.sweep_grace_seconds,
         settle_s=settings.settle_seconds,

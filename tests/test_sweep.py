@@ -428,6 +428,7 @@ def test_uploads_that_cannot_be_started_do_not_keep_others_waiting(
 
     settings = Settings(home=tmp_path, store_endpoint="http://127.0.0.1:9", sweep_batch=4)
     monkeypatch.setattr(flows.sweep, "bring_forward", brought.append)
+    monkeypatch.setattr(flows.sweep, "mark_dead", lambda *_: 0)
     monkeypatch.setattr(flows.sweep, "load_settings", lambda: settings)
     monkeypatch.setattr(flows.sweep, "get_run_logger", lambda: LOG)
     monkeypatch.setattr(flows.sweep, "list_due", lambda *_, **__: Swept(listed, []))
