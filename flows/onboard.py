@@ -33,6 +33,7 @@ from tasks.outcomes import Code
 from tasks.publication import stage, unstage_control
 from tasks.readings import undecided_parameters
 from tasks.scoring import score, score_readings
+from tasks.uploading import EarlyUpload, upload_early
 from tasks.validation import check
 
 _LETTERS = 2_000
@@ -118,16 +119,18 @@ def walk(job: Job) -> Walk:
     inspected: Step | None = None
     converted: Step | None = None
     checked: Step | None = None
+    early: EarlyUpload | None = None
     try:
         try:
             inspected = inspect(job)
             converted = convert(job, inspected)
+            early = upload_early(job, inspected, converted)
             checked = check(job, inspected, converted)
             if undecided_parameters(inspected):
                 inspected = settle(job, inspected, score_readings(job, inspected, converted))
                 converted = convert(job, inspected)
                 checked = check(job, inspected, converted)
-            stage(job, inspected, converted)
+            stage(job, inspected, converted, early)
             opponents = choose(job, converted)
             scored = score(job, inspected, converted, opponents)
             ending = judge(job, inspected, converted, opponents, scored)
@@ -137,6 +140,9 @@ def walk(job: Job) -> Walk:
             ending = refuse(job, inspected, ended.step)
     except StepEnded as stopped:
         ending = stopped.step
+    finally:
+        if early is not None:
+            early.stop()
     if converted is not None and ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL:
         unstage_control(job, converted)
     return Walk(inspected, checked, ending)

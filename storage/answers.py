@@ -18,6 +18,7 @@ from botocore.utils import parse_timestamp
 from urllib3.exceptions import HTTPError
 
 from storage.errors import ObjectNotFound, PreconditionFailed, StorageError, StoreNotTrusted, StoreUnavailable
+from storage.objects import ObjectInfo
 
 _HEADER_TIME = "%a, %d %b %Y %H:%M:%S GMT"
 
@@ -38,6 +39,7 @@ Fault: TypeAlias = ClientError | BotoCoreError | ResponseParserError | HTTPError
 
 _MISSING = frozenset({"NoSuchKey", "NotFound", "404"})
 _CONDITION_FAILED = frozenset({"PreconditionFailed", "412", "ConditionalRequestConflict"})
+_NOT_LISTED = frozenset({"AccessDenied", "403", "NotImplemented", "MethodNotAllowed"})
 _ADVICE = {
     "ExpiredToken": "the session's credentials have expired: renew them and try again",
     "RequestExpired": "the session's credentials have expired: renew them and try again",
@@ -68,6 +70,12 @@ def as_ours(endpoint: str, operation: str, key: str, error: Fault) -> StorageErr
     return StoreUnavailable(operation, key, f"{endpoint} answered {code}: {advice}")
 
 
+def unlike(key: str, size: int, sha256: str, stored: ObjectInfo | None) -> StoreUnavailable:
+    """Return the error of an upload after which the store holds something else."""
+    found = "no object" if stored is None else f"{stored.bytes} bytes with sha256 {stored.sha256}"
+    return StoreUnavailable("upload", key, f"sent {size} bytes with sha256 {sha256}, it now holds {found}")
+
+
 def is_missing(error: ClientError) -> bool:
     """Tell whether there is no such object."""
     return error_code(error) in _MISSING
@@ -81,6 +89,21 @@ def is_refusal(error: ClientError) -> bool:
 def is_upload_gone(error: Fault) -> bool:
     """Tell whether an upload in parts is not there: it was never begun, or it is done already."""
     return isinstance(error, ClientError) and error_code(error) == "NoSuchUpload"
+
+
+def is_out_of_range(error: Fault) -> bool:
+    """Tell whether an object has none of the bytes that were asked for."""
+    return isinstance(error, ClientError) and error_code(error) == "InvalidRange"
+
+
+def is_listing_denied(error: Fault) -> bool:
+    """Tell whether uploads in parts cannot be listed: with these credentials, or in this store at all."""
+    return isinstance(error, ClientError) and error_code(error) in _NOT_LISTED
+
+
+def cut_short(found: str) -> ResponseStreamingError:
+    """Return the error of an answer that is not what was asked for, as one that came short."""
+    return ResponseStreamingError(error=found)
 
 
 def error_code(error: ClientError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,12 @@ class ObjectInfo:
     bytes: int
     last_modified: datetime
     sha256: str | None = None
+
+    @classmethod
+    def of(cls, key: str, answer: Any) -> Self:
+        """Return what the answer to a get or head of boto3 says of this object."""
+        noted = answer["Metadata"].get("sha256")
+        return cls(key, answer["ETag"], answer["ContentLength"], answer["LastModified"], noted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The one door to the object store: every call to boto3 is made here."""
+"""The one door to the object store: every request is made here, with the client of storage/client.py."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 from uuid import uuid4
 
-from boto3.s3.transfer import TransferConfig
 from boto3.session import Session
-from botocore.config import Config
 from botocore.exceptions import ClientError
-from botocore.session import get_session
 
 from storage.answers import (
     BROKEN_OFF,
@@ -23,25 +22,25 @@ from storage.answers import (
     FAULTS,
     Fault,
     as_ours,
-    check_whole,
     error_code,
     is_missing,
     is_refusal,
     is_upload_gone,
-    parse_time,
+    unlike,
 )
+from storage.client import make_client
 from storage.digests import FileDigest
-from storage.errors import ObjectNotFound, PreconditionFailed, StorageError, StoreNotTrusted, StoreUnavailable
+from storage.errors import ObjectNotFound, PreconditionFailed, StorageError, StoreNotTrusted
+from storage.multipart import PartSender, PendingUpload, SentParts, goes_in_parts
 from storage.objects import ObjectInfo, StoredObject
+from storage.pages import list_pages
+from storage.ranges import fetch_object
 
-_CONNECT_SECONDS = 5
-_READ_SECONDS = 60
-_ATTEMPTS = 5
-_HURRIED_CONNECT_SECONDS, _HURRIED_READ_SECONDS, _HURRIED_ATTEMPTS = 2, 10, 2
-_CONNECTIONS = 32
 _PIECE = 1 << 20
 
-_TRANSFER = TransferConfig(multipart_threshold=32 << 20, multipart_chunksize=32 << 20, max_concurrency=4)
+_THREADS = 4
+# Beside other work, which four slow down by more than they gain where the store shares its cores.
+_THREADS_ASIDE = 2
 
 _REFUSALS = 3
 _LONGEST_PAUSE = 0.2
@@ -56,6 +55,7 @@ class S3Store:
 
     def __init__(self, client: Any, bucket: str, session: Session | None = None) -> None:
         self._client = client
+        self._parts = PartSender(client, bucket)
         self.bucket = bucket
         self.session = session
 
@@ -75,28 +75,11 @@ class S3Store:
 
         With `hurried` a store that does not answer is given up within seconds, for someone who waits at a prompt.
 
-        Without keys boto3 looks for credentials in its usual places. For a custom endpoint checksums are sent
-        only where the protocol asks for them, since many stores refuse the headers that boto3 adds.
-        Source: boto/boto3 issue 4392.
+        Without keys boto3 looks for credentials in its usual places.
         """
-        checksums = "when_required" if endpoint is not None else "when_supported"
-        config = Config(
-            connect_timeout=_HURRIED_CONNECT_SECONDS if hurried else _CONNECT_SECONDS,
-            read_timeout=_HURRIED_READ_SECONDS if hurried else _READ_SECONDS,
-            max_pool_connections=_CONNECTIONS,
-            retries={
-                "mode": "standard",
-                "total_max_attempts": _HURRIED_ATTEMPTS if hurried else _ATTEMPTS,
-            },
-            request_checksum_calculation=checksums,
-            response_checksum_validation=checksums,
-            s3={"addressing_style": addressing_style},
+        session, client = make_client(
+            endpoint, region, access_key, secret_key, addressing_style=addressing_style, hurried=hurried
         )
-        core = get_session()
-        core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
-        session = Session(access_key, secret_key, region_name=region, botocore_session=core)
-        client = session.client("s3", endpoint_url=endpoint, config=config)
-        client.meta.events.register("before-parse.s3", check_whole)
         # Only addresses with the bucket in their path are those that storage/bulk.py makes.
         return cls(client, bucket, session if addressing_style == "path" else None)
 
@@ -159,7 +142,7 @@ class S3Store:
         Raises StoreUnavailable.
         """
         try:
-            return _info(key, self._client.head_object(Bucket=self.bucket, Key=key))
+            return ObjectInfo.of(key, self._client.head_object(Bucket=self.bucket, Key=key))
         except ClientError as error:
             if is_missing(error):
                 return None
@@ -217,7 +200,7 @@ class S3Store:
 
         An object that is not listed may yet exist: `head` tells. Raises StoreUnavailable, StoreNotTrusted.
         """
-        for page in self._pages(prefix, {}):
+        for page in list_pages(self._client, self.bucket, prefix):
             for item in page.get("Contents", ()):
                 # Servers differ in whether they quote an ETag in a listing; a condition needs it quoted.
                 etag = f'"{item["ETag"].strip(chr(34))}"'
@@ -228,7 +211,7 @@ class S3Store:
 
         Raises StoreUnavailable, StoreNotTrusted.
         """
-        for page in self._pages(prefix, {"Delimiter": "/"}):
+        for page in list_pages(self._client, self.bucket, prefix, Delimiter="/"):
             for item in page.get("CommonPrefixes", ()):
                 yield item["Prefix"].removeprefix(prefix).rstrip("/")
 
@@ -237,49 +220,104 @@ class S3Store:
     ) -> ObjectInfo:
         """Write a file of any size, note its sha256 beside it, and return what the store then holds.
 
-        `sent` is told the size of each piece that went out, from several threads.
+        A large one goes in parts, on from those that the store has of it already. `sent` is told the size of each piece
+        that is there.
 
         Raises StoreUnavailable (also when the stored object is not the one just sent), OSError.
         """
         size = path.stat().st_size
-        failure: StorageError | None = None
-        try:
-            with path.open("rb") as file:
-                extra = {"Metadata": {"sha256": sha256}}
-                self._client.upload_fileobj(
-                    file, self.bucket, key, ExtraArgs=extra, Config=_TRANSFER, Callback=sent
-                )
-        except FAULTS as error:
-            if not (isinstance(error, CUT_SHORT) or is_upload_gone(error)):
-                self._fail("upload", key, error)
-            failure = as_ours(self.endpoint, "upload", key, error)  # or it was done, and the answer got lost
-        stored = self.head(key)
-        if stored is None or (stored.bytes, stored.sha256) != (size, sha256):
+        for anew in (False, True):
+            parts: SentParts | None = None
+            failure: StorageError | None = None
+            try:
+                if goes_in_parts(size):
+                    parts = self._parts.send(
+                        path, key, size, sha256, threads=_THREADS, anew=anew, sent=None if anew else sent
+                    )
+                    self._parts.complete(parts)
+                else:
+                    noted = {"Key": key, "Metadata": {"sha256": sha256}}
+                    self._client.put_object(Bucket=self.bucket, Body=path.read_bytes(), **noted)
+                    if sent is not None:
+                        sent(size)
+            except FAULTS as error:
+                failure = self._doubt(key, error)
+            stored = self.head(key)
+            if stored is not None and (stored.bytes, stored.sha256) == (size, sha256):
+                return stored
             if failure is not None:
                 raise failure
-            found = "no object" if stored is None else f"{stored.bytes} bytes with sha256 {stored.sha256}"
-            raise StoreUnavailable(
-                "upload", key, f"sent {size} bytes with sha256 {sha256}, it now holds {found}"
-            )
+            if parts is None or not parts.is_found:
+                break
+            # else it had been begun for another file, of which the store had nothing but parts that are in this one too
+        raise unlike(key, size, sha256, stored)
+
+    def send_parts(
+        self, path: Path, key: str, *, sha256: str, is_stopped: Callable[[], bool]
+    ) -> SentParts | None:
+        """Have the store hold all parts of a file, which nobody sees before `complete_parts`; None if it was stopped.
+
+        For what is sent beside other work.
+
+        Raises StoreUnavailable, OSError.
+        """
+        try:
+            size = path.stat().st_size
+            parts = self._parts.send(path, key, size, sha256, threads=_THREADS_ASIDE, is_stopped=is_stopped)
+        except FAULTS as error:
+            self._fail("upload", key, error)
+        return parts if parts.is_whole else None
+
+    def complete_parts(self, parts: SentParts) -> ObjectInfo:
+        """Make the parts an object, and return what the store then holds.
+
+        Raises StoreUnavailable (also when the stored object is not the one that was sent).
+        """
+        failure: StorageError | None = None
+        try:
+            self._parts.complete(parts)
+        except FAULTS as error:
+            failure = self._doubt(parts.key, error)
+        stored = self.head(parts.key)
+        if stored is None or (stored.bytes, stored.sha256) != (parts.bytes, parts.sha256):
+            raise failure or unlike(parts.key, parts.bytes, parts.sha256, stored)
         return stored
+
+    def list_pending(self, prefix: str) -> list[PendingUpload]:
+        """Return the uploads in parts under a prefix that were begun and not completed; none if they are not listed.
+
+        Raises StoreUnavailable.
+        """
+        try:
+            return list(self._parts.list_pending(prefix))
+        except FAULTS as error:
+            self._fail("list uploads of", prefix, error)
+
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Take the parts of an upload away; one that is gone is no error. Raises StoreUnavailable."""
+        try:
+            self._parts.abort(upload)
+        except FAULTS as error:
+            self._fail("abort the upload of", upload.key, error)
 
     def download_file(
         self, key: str, path: Path, *, if_match: str, received: Callable[[int], None] | None = None
     ) -> FileDigest:
         """Write the object of this ETag to a file, whole or not at all, and return the digest of its bytes.
 
-        `received` is told the size of each piece that came in.
+        A large one comes by several requests at once. `received` is told the size of each piece that came in, from
+        several threads.
 
         Raises ObjectNotFound, PreconditionFailed if the object is another by now, StoreUnavailable, OSError.
         """
         part = path.with_name(f".{path.name}.{uuid4().hex}.part")
+        get = partial(self._client.get_object, Bucket=self.bucket, Key=key, IfMatch=if_match)
         try:
-            try:
-                with suppress(*BROKEN_OFF):
-                    return self._stream(key, if_match, part, path, received)
-                return self._stream(key, if_match, part, path, received)
-            except FAULTS as error:
-                self._fail("download", key, error)
+            fetched = fetch_object(get, part, received)
+            part.replace(path)
+            return replace(fetched, name=path.name)
+        except FAULTS as error:
+            self._fail("download", key, error)
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()
@@ -300,7 +338,7 @@ class S3Store:
 
     def _read(self, key: str, **wanted: str) -> StoredObject:
         response = self._client.get_object(Bucket=self.bucket, Key=key, **wanted)
-        return StoredObject(_info(key, response), response["Body"].read())
+        return StoredObject(ObjectInfo.of(key, response), response["Body"].read())
 
     def _digest(self, key: str, if_match: str) -> str:
         body = self._client.get_object(Bucket=self.bucket, Key=key, IfMatch=if_match)["Body"]
@@ -309,52 +347,17 @@ class S3Store:
             digest.update(piece)
         return digest.hexdigest()
 
-    def _stream(
-        self, key: str, if_match: str, part: Path, path: Path, received: Callable[[int], None] | None
-    ) -> FileDigest:
-        body = self._client.get_object(Bucket=self.bucket, Key=key, IfMatch=if_match)["Body"]
-        digest = hashlib.sha256()
-        with part.open("wb") as file:
-            for piece in body.iter_chunks(_PIECE):
-                file.write(piece)
-                digest.update(piece)
-                if received is not None:
-                    received(len(piece))
-            size = file.tell()
-        part.replace(path)
-        return FileDigest(path.name, size, digest.hexdigest())
-
-    def _pages(self, prefix: str, extra: dict[str, str]) -> Iterator[Any]:
-        seen: set[str] = set()
-        token: dict[str, str] = {}
-        while True:
-            try:
-                page = self._page(Prefix=prefix, **extra, **token)
-            except FAULTS as error:
-                self._fail("list", prefix, error)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            following = page.get("NextContinuationToken")
-            probe = f"listing {prefix} must come to an end"
-            if not following:
-                found = "a page that says there is more, but not how to ask for it"
-                raise StoreNotTrusted(self.endpoint, probe, found)
-            if following in seen:
-                raise StoreNotTrusted(self.endpoint, probe, "a page that leads back to one already read")
-            seen.add(following)
-            token = {"ContinuationToken": following}
-
-    def _page(self, **wanted: str) -> Any:
-        with suppress(*CUT_SHORT):
-            return self._client.list_objects_v2(Bucket=self.bucket, **wanted)
-        return self._client.list_objects_v2(Bucket=self.bucket, **wanted)
-
     def _find(self, key: str) -> StoredObject | None:
         try:
             return self.get(key)
         except ObjectNotFound:
             return None
+
+    def _doubt(self, key: str, error: Fault) -> StorageError:
+        """Return what an upload's failure is to us where it may have been done all the same; raise it where not."""
+        if not (isinstance(error, CUT_SHORT) or is_upload_gone(error)):
+            self._fail("upload", key, error)
+        return as_ours(self.endpoint, "upload", key, error)
 
     def _fail(self, operation: str, key: str, error: Fault) -> NoReturn:
         raise as_ours(self.endpoint, operation, key, error) from error
@@ -369,13 +372,3 @@ class S3Store:
                 self._fail("create", self.uri(""), error)
         except FAULTS as error:
             self._fail("create", self.uri(""), error)
-
-
-def _info(key: str, response: Any) -> ObjectInfo:
-    return ObjectInfo(
-        key,
-        response["ETag"],
-        response["ContentLength"],
-        response["LastModified"],
-        response["Metadata"].get("sha256"),
-    )

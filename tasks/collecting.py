@@ -1,4 +1,5 @@
-"""Collecting garbage: prefixes of converted adapters and controls that nothing refers to, and that nobody will take up.
+"""Collecting garbage: prefixes of converted adapters and controls that nothing refers to, and that nobody will take up;
+uploads in parts that were begun and never completed, which nobody sees, but which the store keeps.
 
 What refers to a prefix: the published roster and the last ones before it; a ledger whose verdict is ready, or that has
 no verdict yet; a pin; any run that is at work on the author, since it may be about to find its adapter staged.
@@ -31,12 +32,16 @@ from storage.keys import (
     roster_key,
 )
 from storage.ledger import Ledger, Outcome
+from storage.multipart import PendingUpload
 from storage.objects import ObjectInfo
 from storage.purge import is_purged
 from storage.s3 import S3Store
 
 KEPT_ROSTERS = 20
 """So many published rosters before the present one keep what they name: servers may still read one of them."""
+
+PENDING_AGE = timedelta(days=1)
+"""An upload in parts that was begun so long ago is nobody's any more: a retry goes on with one within minutes."""
 
 _THREADS = 16
 _CLAIM_SECONDS = 120.0
@@ -66,10 +71,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was removed, and what was left although nothing had referred to it before: the prefix, and why."""
+    """What was removed, and what was left although nothing had referred to it before: the prefix, and why.
+
+    `aborted`: the uploads in parts that were taken away.
+    """
 
     removed: tuple[Staged, ...]
     left: tuple[tuple[str, str], ...]
+    aborted: tuple[PendingUpload, ...] = ()
 
 
 def list_unreferenced(store: S3Store, *, older_than: timedelta, now: datetime) -> list[Staged]:
@@ -89,10 +98,19 @@ def list_unreferenced(store: S3Store, *, older_than: timedelta, now: datetime) -
     return [one for one in candidates if referred[one.author].why_kept(one) is None]
 
 
+def list_abandoned(store: S3Store, now: datetime) -> list[PendingUpload]:
+    """Every upload in parts, anywhere in the bucket, that was begun longer than `PENDING_AGE` ago and not completed.
+
+    Raises:
+        StoreUnavailable: the store did not tell.
+    """
+    return [one for one in store.list_pending("") if now - one.begun >= PENDING_AGE]
+
+
 def collect(
     store: S3Store, found: Sequence[Staged], *, worker: str, clock: Callable[[], float] = time.monotonic
 ) -> Collected:
-    """Remove these prefixes, each manifest first, unless something refers to them by now.
+    """Remove these prefixes, each manifest first, unless something refers to them by now, and abandoned uploads.
 
     While an author's prefixes go, all ledgers of the author are claimed, so that no run finds its adapter staged and
     then without files; a run that begins meanwhile ends as Elsewhere, and the sweep takes the upload up again.
@@ -101,6 +119,9 @@ def collect(
         InvalidDocument: a published roster cannot be read.
         LedgerBusy, StoreUnavailable, StoreNotTrusted.
     """
+    abandoned = list_abandoned(store, utc_now())
+    for upload in abandoned:
+        store.abort_upload(upload)
     removed: list[Staged] = []
     left: list[tuple[str, str]] = []
     history = _of_history(store)
@@ -125,7 +146,7 @@ def collect(
                     continue
                 _remove(store, one)
                 removed.append(one)
-    return Collected(tuple(removed), tuple(left))
+    return Collected(tuple(removed), tuple(left), tuple(abandoned))
 
 
 @dataclass(frozen=True, slots=True)

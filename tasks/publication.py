@@ -16,11 +16,15 @@ from tasks.conversion import ensure_converted
 from tasks.job import STEP_VERSIONS, Job, Result, run_step
 from tasks.progress import Counted
 from tasks.transfer import put_directory, recorded_files
+from tasks.uploading import EarlyUpload, drop_parts
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
-def stage(job: Job, inspected: Step, converted: Step) -> Step:
-    """The converted adapter and its control in the object store, each whole, the manifest last."""
+def stage(job: Job, inspected: Step, converted: Step, early: EarlyUpload | None = None) -> Step:
+    """The converted adapter and its control in the object store, each whole, the manifest last.
+
+    early: what has been sent of them during the check.
+    """
     own = str(converted.result["output_digest"])
     control: Any = converted.result["control"]
     prefix = serving_prefix(job.author, own)
@@ -29,6 +33,8 @@ def stage(job: Job, inspected: Step, converted: Step) -> Step:
     def work() -> Result:
         own_path, control_path = ensure_converted(job, inspected, converted)
         progress = job.progress("uploading", Counted.BYTES)
+        if early is not None:
+            early.finish()
         put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]), progress)
         _put_manifest(job, prefix, _manifest(job, inspected, converted))
         put_directory(job.store, control_path, aside, recorded_files(control["files"]), progress)
@@ -47,7 +53,9 @@ def stage(job: Job, inspected: Step, converted: Step) -> Step:
 
 
 def unstage_control(job: Job, converted: Step) -> None:
-    """Take the control out of the store and off this disk: it has served its purpose and is never served.
+    """Take the control out of the store and off this disk, and what was sent of an adapter that is not staged.
+
+    The control has served its purpose and is never served.
 
     The verdict is written already, and stands whether or not the store does this.
     """
@@ -57,6 +65,7 @@ def unstage_control(job: Job, converted: Step) -> None:
     try:
         for found in job.store.list_objects(prefix):
             job.store.delete(found.key)
+        drop_parts(job, converted)
     except (StoreUnavailable, StoreNotTrusted) as error:
         job.log.warning(
             "%s: its control stays at %s; running it again takes it away: %s", job.label, prefix, error

@@ -192,8 +192,11 @@ def _read_ledgers(store: S3Store, author: str) -> tuple[list[Ledger], tuple[str,
 
 
 def _remove_parts(store: S3Store, author: str, removed: dict[str, list[ObjectInfo]]) -> bool:
-    """Remove what there is now, and note it; whether there was anything."""
+    """Remove what there is now, and note it; whether there was anything. Files that are half sent go with it."""
     anything = False
+    for prefix in (SERVING, CONTROLS, UPLOADS):
+        for pending in store.list_pending(f"{prefix}{author}/"):
+            store.abort_upload(pending)
     for name, found in _list_parts(store, author):
         _remove(store, found)
         removed.setdefault(name, []).extend(found)

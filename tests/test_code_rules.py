@@ -18,8 +18,8 @@ PACKAGES = ("flows", "tasks", "storage", "roster", "demo", "bench")
 REFERENCE_SCORER = ("tasks/bpb/reference_model.py", "tasks/bpb/reference_adapter.py")
 # Which files may import a library (a prefix ends with "/"). Everything else goes through them.
 DOORS = {
-    "boto3": ("storage/s3.py",),
-    "botocore": ("storage/s3.py", "storage/answers.py"),
+    "boto3": ("storage/s3.py", "storage/client.py"),
+    "botocore": ("storage/s3.py", "storage/client.py", "storage/answers.py"),
     "obstore": ("storage/bulk.py",),
     # The reader names the type of a relation.
     "duckdb": ("roster/attached.py", "roster/catalog.py", "roster/reader.py"),
@@ -27,7 +27,7 @@ DOORS = {
         "tasks/bpb/engine.py",
         "flows/overview.py",
     ),
-    "vllm": ("roster/engine_plugin/", "bench/score_in_process.py"),
+    "vllm": ("roster/engine_plugin/", "bench/score_in_process.py", "bench/load_in_process.py"),
     "prefect": ("flows/", "tasks/*.py", "bench/prefect_runs.py"),
     "transformers": (
         "demo/",

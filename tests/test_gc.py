@@ -242,8 +242,15 @@ def test_the_command_lists_before_it_removes(
     before = contents(store)
     found = roster("gc", "--dry-run", "--older-than", "0s", "--json").document
     assert (found["bytes"], len(found["prefixes"]), contents(store)) == (size, 1, before)
-    assert roster("gc", "--older-than", "0s", "--json").document["prefixes"][0]["objects"] == 3
-    assert not list(store.list_objects("serving/"))
+    monkeypatch.setattr("tasks.collecting.PENDING_AGE", timedelta(0))
+    store._client.create_multipart_upload(Bucket=store.bucket, Key="serving/bert/x/half")
+    ran = roster("gc", "--dry-run", "--older-than", "0s")
+    assert "serving/bert/x/half, half sent since " in ran.err and "would go" in ran.err
+    assert len(list(store.list_pending(""))) == 1
+    removed = roster("gc", "--older-than", "0s", "--json").document
+    assert removed["prefixes"][0]["objects"] == 3
+    assert [one["key"] for one in removed["aborted"]] == ["serving/bert/x/half"]
+    assert not list(store.list_objects("serving/")) and not list(store.list_pending(""))
 
 
 def test_a_run_that_begins_meanwhile_finds_the_claim(store: S3Store) -> None:
@@ -259,3 +266,22 @@ def test_a_run_that_begins_meanwhile_finds_the_claim(store: S3Store) -> None:
 
     collect(with_faults(store, delete_object=look), found, worker="host:1")
     assert len(holders) == 3 and all(one.startswith("host:1 gc ") for one in holders)
+
+
+@pytest.mark.parametrize("hours", [23, 25])
+def test_uploads_that_were_broken_off_go_after_a_day(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    for key in ("serving/ada/x/weights", "uploads/bo/run-1/weights"):
+        begun = store._client.create_multipart_upload(Bucket=store.bucket, Key=key)
+        store._client.upload_part(
+            Bucket=store.bucket, Key=key, UploadId=begun["UploadId"], PartNumber=1, Body=b"part"
+        )
+    store.put("serving/ada/x/y", b"")
+    [first, second] = sorted(store.list_pending(""), key=lambda one: one.key)
+    monkeypatch.setattr("tasks.collecting.utc_now", lambda: first.begun + timedelta(hours=hours))
+    done = collect(store, [], worker="host:1")
+    gone = (first, second) if hours == 25 else ()
+    assert tuple(sorted(done.aborted, key=lambda one: one.key)) == gone
+    assert len(store.list_pending("")) == 2 - len(gone)
+    assert [one.key for one in store.list_objects("")] == ["serving/ada/x/y"]

@@ -102,6 +102,22 @@ def test_everything_of_the_author_goes_but_the_audit_trail(store: S3Store) -> No
     assert purge(store).ledgers == 0 and len(read_author_record(store, "ada").events) == 1
 
 
+def test_what_is_half_sent_goes_too(store: S3Store) -> None:
+    """Its parts are of the author's weights, although nobody sees them."""
+    for author in ("ada", "bert"):
+        put_author(store, author)
+        for prefix in ("serving", "control", "uploads"):
+            key = f"{prefix}/{author}/x/adapter_model.safetensors"
+            begun = store._client.create_multipart_upload(Bucket=store.bucket, Key=key)
+            store._client.upload_part(
+                Bucket=store.bucket, Key=key, UploadId=begun["UploadId"], PartNumber=1, Body=b"half"
+            )
+    publish(store)
+    purge(store)
+    assert {one.key.split("/")[1] for one in store.list_pending("")} == {"bert"}
+    assert len(list(store.list_pending(""))) == 3
+
+
 @pytest.mark.real
 def test_killed_after_every_single_change_it_goes_on(store: S3Store) -> None:
     """Each process is killed after one change, and the next goes on from there: every state between is looked at."""

@@ -28,7 +28,7 @@ from scripted_server import MAX_LEN, ScriptedServer
 from store_builders import memory_store
 
 import flows.overview
-import storage.s3
+import storage.client
 from flows.ages import format_age
 from flows.cli.app import app
 from flows.deploy import POOL
@@ -432,8 +432,8 @@ def test_what_never_answers_is_named_and_the_rest_told(
 ) -> None:
     monkeypatch.setattr(flows.overview, "_SECONDS", 0.2)
     monkeypatch.setattr(flows.overview, "_RETRIES", 0)
-    monkeypatch.setattr(storage.s3, "_HURRIED_READ_SECONDS", 0.2)
-    monkeypatch.setattr(storage.s3, "_HURRIED_ATTEMPTS", 1)
+    monkeypatch.setattr(storage.client, "_HURRIED_READ_SECONDS", 0.2)
+    monkeypatch.setattr(storage.client, "_HURRIED_ATTEMPTS", 1)
     settings = {
         "HOME": str(tmp_path / "home"),
         "STORE_ENDPOINT": deaf,

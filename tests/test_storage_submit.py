@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_builders import Clock, failing, make_adapter_directory, memory_store, submit_directory, with_faults
+from store_builders import Clock, make_adapter_directory, memory_store, submit_directory, with_faults
 
 from storage.bases import BaseDocument, BaseEngine, TargetFormat, register_base
 from storage.errors import (
@@ -84,7 +84,14 @@ def test_a_marker_is_gone_while_its_upload_is_replaced(store: S3Store, tmp_path:
     """A stale marker would vouch for files that are no longer its own."""
     source = make_adapter_directory(tmp_path)
     submit_directory(store, source)
-    broken = with_faults(store, upload_fileobj=failing(OSError("line cut")))
+    real_put = store._client.put_object
+
+    def put(**given: Any) -> Any:
+        if "Metadata" in given:
+            raise OSError("line cut")
+        return real_put(**given)
+
+    broken = with_faults(store, put_object=put)
     with pytest.raises(OSError, match="line cut"):
         submit_directory(broken, source)
     with pytest.raises(UploadIncomplete, match=r"_READY.json is not there yet"):
@@ -94,16 +101,16 @@ def test_a_marker_is_gone_while_its_upload_is_replaced(store: S3Store, tmp_path:
 
 def test_two_submissions_of_one_run_do_not_both_get_the_marker(store: S3Store, tmp_path: Path) -> None:
     source = make_adapter_directory(tmp_path)
-    real_upload = store._client.upload_fileobj
+    real_put = store._client.put_object
     winners: list[UploadMarker] = []
 
-    def upload(*given: Any, **more: Any) -> None:
-        if not winners:
+    def put(**given: Any) -> Any:
+        if "Metadata" in given and not winners:
             winners.append(submit_directory(store, source))
-        real_upload(*given, **more)
+        return real_put(**given)
 
     with pytest.raises(UploadRaced, match=r"ada/run-1: .* another submission of this run"):
-        submit_directory(with_faults(store, upload_fileobj=upload), source)
+        submit_directory(with_faults(store, put_object=put), source)
     assert read_upload(store, "ada", "run-1").marker == winners[0]
 
 
@@ -159,16 +166,18 @@ def test_folders_and_dot_files_stay_behind(store: S3Store, tmp_path: Path) -> No
 
 def test_a_file_that_changes_while_it_is_uploaded_gets_no_marker(store: S3Store, tmp_path: Path) -> None:
     source = make_adapter_directory(tmp_path)
-    real_upload = store._client.upload_fileobj
+    real_put = store._client.put_object
 
-    def upload(file: Any, *given: Any, **more: Any) -> None:
-        real_upload(file, *given, **more)
-        (source / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 5}\n')
+    def put(**given: Any) -> Any:
+        done = real_put(**given)
+        if "Metadata" in given:
+            (source / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 5}\n')
+        return done
 
     with pytest.raises(
         UploadRefused, match=r"adapter_config.json changed while it was uploaded; is training over"
     ):
-        submit_directory(with_faults(store, upload_fileobj=upload), source)
+        submit_directory(with_faults(store, put_object=put), source)
     assert list_uploads(store).ready == ()
 
 

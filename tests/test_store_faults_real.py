@@ -58,15 +58,17 @@ from tasks.cataloguing import SyncLimits, publish_catalog, sync_catalog
 pytestmark = pytest.mark.real
 
 LINE = (FaultKind.UNAVAILABLE, FaultKind.SLOW_DOWN, FaultKind.TIMEOUT, FaultKind.RESET)
-LARGE = random.Random(3).randbytes(33 << 20)  # in parts
+LARGE = random.Random(3).randbytes(11 << 20)  # in parts, and in ranges
 LIMITS = SyncLimits(max_opponents=4, max_drop=1.0)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that give up sooner and pause for less; how often they try stays as it is."""
-    monkeypatch.setattr("storage.s3._READ_SECONDS", 1)
+    monkeypatch.setattr("storage.client._READ_SECONDS", 1)
     monkeypatch.setattr("storage.bulk._ANSWER_S", 1)
+    monkeypatch.setattr("storage.multipart.PART", 5 << 20)  # no store takes a smaller one
+    monkeypatch.setattr("storage.ranges.PIECE", 3 << 20)
     monkeypatch.setattr(
         "botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01
     )
@@ -108,6 +110,7 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
     keys = ("r/get", "r/many", "r/start", "r/dig", "r/head", "r/down")
     etags = {key: honest.put(key, body) for key in keys}
     etags["w/swap"] = honest.put("w/swap", b"before")
+    etags["r/large"] = honest.put("r/large", LARGE)
     for key in ("w/gone", "l/a/1", "l/b/2", "m/a/1", "m/b/2"):
         honest.put(key, b"x")
     (path / "small").write_bytes(body)
@@ -117,6 +120,14 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
     def download(store: S3Store, folder: Path) -> tuple[str, bytes]:
         got = store.download_file("r/down", folder / "down", if_match=etags["r/down"])
         return got.sha256, (folder / "down").read_bytes()
+
+    def download_large(store: S3Store, folder: Path) -> tuple[str, int, int]:
+        received: list[int] = []
+        got = store.download_file(
+            "r/large", folder / "much", if_match=etags["r/large"], received=received.append
+        )
+        (folder / "much").unlink()
+        return got.sha256, got.bytes, sum(received)
 
     def upload(name: str) -> Callable[[S3Store, Path], Any]:
         key = f"u/{name}"
@@ -143,6 +154,7 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
             "GET", "r/dig", lambda s, _: s.digest_object("r/dig", if_match=etags["r/dig"]), sha, True
         ),
         "download": Call("GET", "r/down", download, (sha, body), has_body=True),
+        "ranges": Call("GET", "r/large", download_large, (sums["large"], len(LARGE), len(LARGE)), True),
         "head": Call("HEAD", "r/head", lambda s, _: s.head("r/head").bytes, 70_001),  # type: ignore[union-attr]
         "list": Call(
             "GET", "l/", lambda s, _: [i.key for i in s.list_objects("l/")], ["l/a/1", "l/b/2"], True
@@ -165,6 +177,7 @@ def calls(honest: S3Store, path: Path) -> dict[str, Call]:
         "begin": Call("POST", "u/large?uploads", upload("large"), sums["large"], has_body=True),
         "part": Call("PUT", "partNumber=2", upload("large"), sums["large"]),
         "end": Call("POST", "u/large?uploadId", upload("large"), sums["large"], has_body=True),
+        "find": Call("GET", "uploads", upload("large"), sums["large"], has_body=True),
     }
 
 

@@ -17,7 +17,7 @@ Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def gc(*, dry_run: Flag = False, older_than: timedelta = timedelta(days=7), json: AsJson = False) -> None:
-    """Remove converted adapters and controls from the store that nothing refers to.
+    """Remove converted adapters and controls from the store that nothing refers to, and files half sent a day ago.
 
     Kept are: what the roster names or one of the last 20 rosters did, what a ready verdict, an adapter without a
     verdict or a pin needs, everything of authors that a run is at work on, and what is younger. A later run of an
@@ -36,11 +36,13 @@ def gc(*, dry_run: Flag = False, older_than: timedelta = timedelta(days=7), json
     """
     from flows.connect import open_store, worker_name
     from flows.settings import load_settings
-    from tasks.collecting import Collected, collect, list_unreferenced
+    from tasks.collecting import Collected, collect, list_abandoned, list_unreferenced
 
     store = open_store(load_settings())
-    found = list_unreferenced(store, older_than=older_than, now=datetime.now(UTC))
-    done = Collected((), ()) if dry_run else collect(store, found, worker=worker_name())
+    now = datetime.now(UTC)
+    found = list_unreferenced(store, older_than=older_than, now=now)
+    abandoned = tuple(list_abandoned(store, now))
+    done = Collected((), (), abandoned) if dry_run else collect(store, found, worker=worker_name())
     shown = found if dry_run else done.removed
     total = sum(one.bytes for one in shown)
     document = {
@@ -50,6 +52,7 @@ def gc(*, dry_run: Flag = False, older_than: timedelta = timedelta(days=7), json
         ],
         "bytes": total,
         "left": [{"prefix": prefix, "why": why} for prefix, why in done.left],
+        "aborted": [{"key": one.key, "begun": one.begun.isoformat()} for one in done.aborted],
     }
 
     def show() -> None:
@@ -58,6 +61,10 @@ def gc(*, dry_run: Flag = False, older_than: timedelta = timedelta(days=7), json
         table(("prefix", "objects", "bytes", "since (UTC)"), rows, empty=empty)
         for prefix, why in done.left:
             note(f"{prefix} stays: {why}")
+        for one in done.aborted:
+            note(
+                f"{one.key}, half sent since {one.begun:%Y-%m-%d %H:%M}, {'would go' if dry_run else 'is gone'}"
+            )
         note(f"{len(shown)} prefixes, {total} bytes {'would be removed' if dry_run else 'removed'}")
 
     emit(document, as_json=json, show=show)
