@@ -29,11 +29,11 @@ from bench.machine import describe_machine
 
 HELP = "conversion and inspection of a 30B-shaped adapter, beside cp and a hand-written script"
 RESULT = Path(__file__).resolve().parent / "results" / "convert.json"
-FORMATS = ("per-expert", "stacked")
+FORMATS = ("per-expert", "stacked", "slots")
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """Return the figures; the top level holds the worse of the two formats."""
+    """Return the figures; the top level holds the worst of the formats."""
     parser = argparse.ArgumentParser(prog="./run bench convert", description=HELP)
     parser.add_argument("--turns", type=int, default=5, help="how often everything is measured")
     parser.add_argument("--folder", type=Path, help="where to write (5 GB); a temporary one if left out")
@@ -93,12 +93,12 @@ def _measure(scratch: Path, turns: int) -> dict[str, Any]:
 
 def _measure_format(scratch: Path, source: Path, name: str, turns: int) -> dict[str, Any]:
     made, copy = scratch / "made", scratch / "copy"
-    weights = made / "adapter_model.safetensors"
     seconds: list[float] = []
     copies: list[float] = []
     processes: list[float] = []
     peaks: list[int] = []
     _convert(source, made, name)
+    [weights] = made.glob("*.safetensors")
     for turn in range(turns):
         _say(f"{name}: turn {turn + 1} of {turns} …")
         _settle(source / "adapter_model.safetensors", weights)

@@ -6,6 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+EMBEDDED_DTYPE = "float32"
+"""What an embedded engine serves in: it runs on the CPU, where no other dtype is faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -19,7 +22,7 @@ class EngineSpec:
     max_lora_rank: int
     max_cpu_loras: int
     kv_cache_memory_bytes: int
-    dtype: str = "float32"
+    dtype: str = EMBEDDED_DTYPE
     threads: int = 1
     mixed_moe_lora_format: bool = False
 

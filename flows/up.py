@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flows.connect import open_store
-from flows.embedded_config import EmbeddedConfig, EngineSpec
+from flows.embedded_config import EMBEDDED_DTYPE, EmbeddedConfig, EngineSpec
 from flows.services import Services
 from flows.settings import Settings
 from storage.bases import TargetFormat
@@ -93,4 +93,5 @@ def register_served_base(
         aliases=(),
         progress=lambda done, total: None,
         target_format=target_format,
+        engine_dtype=EMBEDDED_DTYPE,
     )

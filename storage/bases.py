@@ -29,6 +29,7 @@ class TargetFormat(StrEnum):
 
     PER_EXPERT = "per-expert"
     STACKED = "stacked"
+    SLOTS = "slots"
 
 
 class BaseEngine(Document):

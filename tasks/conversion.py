@@ -16,12 +16,13 @@ from storage.ledger import Outcome, Step, StepKind
 from storage.uploads import download_upload
 from tasks.errors import NotReproducible, SourceGone
 from tasks.job import Job, Result, run_step
-from tasks.lora.base import read_base_config
+from tasks.lora.base import BaseConfig, read_base_config
 from tasks.lora.convert import ConvertedFiles, convert_adapter
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
 from tasks.lora.packing import ScoresStatement
 from tasks.lora.plan import ConversionPlan, PlanKind, plan_control, plan_conversion, require_served
+from tasks.lora.slots import find_served_dtype
 from tasks.lora.target import TargetFormat
 from tasks.progress import Counted
 from tasks.readings import provisional_packing, scores_statement
@@ -88,6 +89,9 @@ def convert(job: Job, inspected: Step) -> Step:
         "inspected": inspected.step_key,
         "format": target_format(job).value,
     }
+    if target_format(job) is TargetFormat.SLOTS:
+        # What the base is served in is no part of its digest, and of no other form.
+        inputs["dtype"] = find_served_dtype(read_job_base(job))
     return run_step(job, StepKind.CONVERTED, inputs, work)
 
 
@@ -109,7 +113,7 @@ def read_source(
     if (scores, provisional) not in job.inspections:
         job.inspections[scores, provisional] = inspect_adapter(
             _fetch_source(job),
-            read_base_config(job.base.config, label=f"base {job.base.name}"),
+            read_job_base(job),
             label=job.label,
             training=training_statement(job.upload.training),
             policy=policy_statement(job.policy),
@@ -174,6 +178,15 @@ def _fetch_source(job: Job) -> Path:
             raise SourceGone(job.label, error.key) from error
         part.rename(source)
     return source
+
+
+def read_job_base(job: Job) -> BaseConfig:
+    """What the base's config.json says, and what it is served in.
+
+    Raises InvalidBaseConfig, UnknownFamily.
+    """
+    dtype = job.base.document.engine.dtype
+    return read_base_config(job.base.config, label=f"base {job.base.name}", engine_dtype=dtype)
 
 
 def target_format(job: Job) -> TargetFormat:

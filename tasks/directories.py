@@ -92,7 +92,7 @@ def convert_directory(
 ) -> dict[str, Any]:
     """What `roster convert --json` prints, after writing the converted adapter to a new directory.
 
-    `format` is per-expert or stacked.
+    `format` is per-expert, stacked or slots.
 
     Raises:
         AdapterError: the source cannot be converted; nothing is written.
@@ -168,9 +168,11 @@ def check_directories(
     from tasks.served import list_witnesses
 
     found, _ = _inspect(source, base, packing=packing, header_only=False)
-    open_adapter(destination, label=str(destination))
+    output = open_adapter(destination, label=str(destination))
     config = read_adapter_config(destination, label=str(destination))
     made = TargetFormat.STACKED if config.target_parameters else TargetFormat.PER_EXPERT
+    if output.is_slots:
+        made = TargetFormat.SLOTS
     report = check_conversion(
         found.files,
         destination,

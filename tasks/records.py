@@ -101,10 +101,8 @@ def conversion_record(made: ConvertedFiles, served: ServedClass) -> dict[str, An
 
 
 def _minimum_record(format: TargetFormat, served: ServedClass) -> dict[str, str] | None:
-    for one in served.minimum:
-        if one.format == format.value:
-            return {"version": one.version, "report": one.report}
-    return None
+    one = served.minimum_of(format.value)
+    return None if one is None else {"version": one.version, "report": one.report}
 
 
 def file_records(files: Iterable[WrittenFile]) -> list[dict[str, Any]]:

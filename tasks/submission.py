@@ -77,11 +77,12 @@ def add_base(
     aliases: tuple[str, ...],
     progress: Progress,
     target_format: str | None = None,
+    engine_dtype: str | None = None,
 ) -> Base:
     """Register a base, after its config has been understood and its weights have been read for their digest.
 
-    Registered again it keeps its exclusions and, where none are given, its aliases and its target format, which is
-    per-expert at first.
+    Registered again it keeps its exclusions and, where none are given, its aliases, its target format, which is
+    per-expert at first, and the dtype that it is served in, which is the engine's choice at first.
 
     Raises:
         InvalidName, UnknownFamily, InvalidBaseConfig, UnsupportedConfig: see `check_base_config`.
@@ -99,7 +100,7 @@ def add_base(
         served_model=served_model,
         weights_digest=weights_digest(weights, progress) if weights else None,
         weights=str(weights.resolve()) if weights else None,
-        engine=BaseEngine(url=engine_url),
+        engine=BaseEngine(url=engine_url, dtype=engine_dtype or (before.engine.dtype if before else None)),
         target_format=format,
     )
     return register_base(store, path.read_bytes(), document)

@@ -12,15 +12,16 @@ from prefect.cache_policies import NO_CACHE
 
 from roster.serving_engine import EngineInfo
 from storage.ledger import Outcome, Step, StepKind
-from tasks.conversion import ensure_converted, read_source, target_format
+from tasks.conversion import ensure_converted, read_job_base, read_source, target_format
 from tasks.engines import published_engine
 from tasks.errors import EngineUnfit
 from tasks.job import Job, Result, run_step
-from tasks.lora.base import BaseConfig, read_base_config
+from tasks.lora.base import BaseConfig
 from tasks.lora.check import check_conversion
 from tasks.lora.checks import Depth, find_failure
 from tasks.lora.files import open_adapter
 from tasks.lora.resolve import check_resolved
+from tasks.lora.slots import list_engine_names
 from tasks.merged_reference import MergedReference, Uncompared, check_merged, find_merged
 from tasks.outcomes import refusal, rule
 from tasks.progress import Counted
@@ -36,7 +37,7 @@ def check(job: Job, inspected: Step, converted: Step) -> Step:
     The trainer's merged checkpoint, where the upload names one, is compared once nothing else is wrong, and once the
     packing is decided. Where a check fails, the step that refuses the adapter holds them all.
     """
-    served = list_witnesses(published_engine(job), _read_base(job))
+    served = list_witnesses(published_engine(job), read_job_base(job))
     reference = None if undecided_parameters(inspected) else find_merged(job)
 
     def work() -> Result:
@@ -90,17 +91,14 @@ def require_resolved(job: Job, info: EngineInfo, own: Path, others: Sequence[Pat
         EngineUnfit: its settings keep it from using some that its class could serve.
         UnresolvedKeys: some of its own lead nowhere, whatever the settings.
     """
-    base, names = _read_base(job), _read_names(job, own)
+    base = read_job_base(job)
+    names = _read_names(job, own, base)
     check_resolved(job.label, names, list_witnesses(info, base), base.family)
-    for each in chain([names], (_read_names(job, other) for other in others)):
+    for each in chain([names], (_read_names(job, other, base) for other in others)):
         gap = find_engine_gap(each, info, base)
         if gap is not None:
             raise EngineUnfit(job.base.name, gap.setting, gap.expected, gap.found, gap.advice)
 
 
-def _read_names(job: Job, directory: Path) -> list[str]:
-    return [entry.name for entry in open_adapter(directory, label=job.label).tensors]
-
-
-def _read_base(job: Job) -> BaseConfig:
-    return read_base_config(job.base.config, label=f"base {job.base.name}")
+def _read_names(job: Job, directory: Path, base: BaseConfig) -> list[str]:
+    return list_engine_names(open_adapter(directory, label=job.label), base)

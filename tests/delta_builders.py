@@ -22,9 +22,11 @@ from lora_builders import (
     encode_alone,
     encode_cubes,
     encode_experts,
+    find_weights,
     look,
     stack_blocks,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from synthetic_builders import INTERLEAVED, read_base_of
 
@@ -144,12 +146,12 @@ def convert(case: Case, folder: Path, format: TargetFormat) -> AdapterFiles:
 
 def change(folder: Path, edit: Callable[[Tensors], Any]) -> AdapterFiles:
     """The converted adapter with other numbers, written by safetensors' own writer: in another order."""
-    weights = folder / "adapter_model.safetensors"
+    weights = find_weights(folder)
     tensors = load_file(weights)
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
     edit(tensors)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"}
-    )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata=metadata)
     return open_adapter(folder, label=LABEL)
 
 

@@ -22,8 +22,11 @@ from safetensors.torch import load_file, save_file
 from tasks.lora.base import BaseConfig, read_base_config
 from tasks.lora.inspect import Inspection, inspect_adapter
 from tasks.lora.layouts import Packing
+from tasks.lora.target import TargetFormat
 
 LABEL = "author-17/run-3"
+# The formats that hold the source's own numbers; slots hold them as the engine does.
+BIT_FOR_BIT = (TargetFormat.PER_EXPERT, TargetFormat.STACKED)
 EXPERTS, RANK, HIDDEN, INTER, LAYERS = 4, 3, 10, 7, 2
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, DENSE_INTER = 3, 1, 5, 50, 22
 ALPHA = 6
@@ -336,8 +339,14 @@ def look(
     return inspect_adapter(folder, base or make_base(), label=LABEL, forced=forced)
 
 
+def find_weights(folder: Path) -> Path:
+    """The one weight file of a folder, of whatever format."""
+    [path] = folder.glob("*.safetensors")
+    return path
+
+
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+    return load_file(find_weights(folder))
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

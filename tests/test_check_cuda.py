@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from delta_builders import CASES, change, convert
-from lora_builders import EXPERTS, expert_name
+from lora_builders import BIT_FOR_BIT, EXPERTS, expert_name
 
 from tasks.lora.deltas import compare_deltas
 from tasks.lora.target import TargetFormat
@@ -23,7 +23,8 @@ def test_right_conversions_differ_nowhere_on_a_gpu(tmp_path: Path, case: str) ->
         found = compare_deltas(made.found.files, output, made.found.layout, format, device="cuda")
         assert found.device == "cuda"
         assert found.differing == () and found.left_out == ()
-        assert all(one.largest < 1e-6 for one in found.errors)
+        rounding = 0.0 if format in BIT_FOR_BIT else 3 * 2**-8
+        assert all(one.largest < 1e-6 + rounding for one in found.errors)
 
 
 def test_damage_has_the_same_errors_on_both_devices(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import ledger_builders
 import pytest
 import torch
 from cli_builders import PROGRAM, Ran, Roster, clean_environment, run_in_terminal, run_program
-from lora_builders import Logical, attention, base_fields, encode, save_adapter, short_id
+from lora_builders import Logical, attention, base_fields, encode, find_weights, save_adapter, short_id
 from safetensors.torch import save_file
 from scripted_scorer import ScriptedScorer
 from store_builders import failing, memory_store, with_faults
@@ -125,7 +125,7 @@ def everything(folder: Path) -> set[str]:
 def digest_of(directory: Path) -> str:
     """The contract's words as a loop: sha256 over the lines `<sha256> <file name>`, sorted by name."""
     lines = ""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in ("adapter_config.json", find_weights(directory).name):
         lines += f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()} {name}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -234,6 +234,39 @@ def test_a_stacked_adapter_is_made_and_checked_as_what_it_is(offline: Roster, de
     offline("convert", "stacked/ash", "serving/ash", "--base", "models/tiny")
     straight = offline("inspect", "trained/ash", "--base", "models/tiny", "--json").document
     assert straight["output_digest"] == digest_of(desk / "serving" / "ash"), "the same adapter by another way"
+
+
+def test_slots_are_made_and_checked_as_what_they_are(offline: Roster, desk: Path) -> None:
+    to = ("slots/ash", "--base", "models/tiny")
+    made = offline("convert", "trained/ash", *to, "--format", "slots", "--json").document
+    assert (made["format"], made["is_3d_lora_weight"], made["needs_mixed_format"]) == ("slots", False, False)
+    assert made["dtype"] == "BF16" and made["minimum_vllm"] is not None
+    assert made["output_digest"] == digest_of(desk / "slots" / "ash")
+    assert {file["name"] for file in made["files"]} == {"adapter_config.json", "adapter_slots.safetensors"}
+    passed = offline("check", "trained/ash", *to, "--depth", "full", "--json")
+    assert (passed.code, passed.document["passed"]) == (0, True)
+    resolves = next(one for one in passed.document["checks"] if one["name"] == "resolves")
+    assert resolves["figures"]["unresolved"] == 0
+    ran = offline("inspect", *to)
+    assert ran.code != 0 and "adapter_slots.safetensors, which a conversion writes" in ran.err
+
+
+def test_base_add_keeps_the_engines_dtype_until_another_is_given(roster: Roster, store: S3Store) -> None:
+    def registered(*options: str) -> str | None:
+        assert roster("base", "add", "tiny", "--config", "models/tiny", *options).code == 0
+        return read_base(store, "tiny").document.engine.dtype
+
+    assert registered() is None
+    assert registered("--engine-dtype", "float16") == "float16"
+    assert registered("--target-format", "slots") == "float16"
+    assert registered("--engine-dtype", "auto") == "auto"
+
+
+def test_slots_of_a_registered_base_are_in_its_engines_dtype(roster: Roster, desk: Path) -> None:
+    roster("base", "add", "tiny", "--config", "models/tiny", "--engine-dtype", "float16")
+    made = roster("convert", "trained/ash", "slots/ash", "--base", "tiny", "--format", "slots", "--json")
+    assert made.document["dtype"] == "F16"
+    assert roster("check", "trained/ash", "slots/ash", "--base", "tiny").code == 0
 
 
 def test_what_nothing_tells_is_said_to_be_open(offline: Roster, desk: Path) -> None:
@@ -519,7 +552,8 @@ def test_base_add_keeps_the_target_format_until_another_is_given(roster: Roster,
     assert registered("--target-format", "stacked") == "stacked"
     assert registered("--engine-url", "http://127.0.0.1:8000") == "stacked"
     assert registered("--target-format", "per-expert") == "per-expert"
-    ran = roster("base", "add", "tiny", "--config", "models/tiny", "--target-format", "slots")
+    assert registered("--target-format", "slots") == "slots"
+    ran = roster("base", "add", "tiny", "--config", "models/tiny", "--target-format", "3-d")
     assert ran.code == 2 and '"stacked"' in ran.err
 
 

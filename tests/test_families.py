@@ -205,6 +205,9 @@ def list_engine_modules(
         if format is TargetFormat.STACKED:
             yield from ((layer, engine.experts), (layer, f"{engine.experts}.base_layer"))
             continue
+        if format is TargetFormat.SLOTS:
+            yield from ((layer, f"{engine.experts}.{name}") for name in engine.projections)
+            continue
         for expert in range(experts):
             yield from ((layer, f"{engine.experts}.{expert}.{name}") for name in engine.projections)
     for item in inventory.others:
@@ -232,7 +235,7 @@ def plan_everything(inventory: Inventory, format: TargetFormat, folder: Path) ->
 def abridge(plan: ConversionPlan, inventory: Inventory) -> Iterator[str]:
     """The plan's first line; of one layer of each kind all names and shapes, and how those of experts are put together.
 
-    Of stacked output the experts alone, since the rest is the same.
+    Of stacked output and of slots the experts alone, since the rest is as it is, but for its numbers in slots.
     """
     first, *lines = str(plan).splitlines()
     yield first

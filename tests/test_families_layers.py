@@ -177,9 +177,11 @@ def test_a_form_that_no_release_serves_is_refused(tmp_path: Path) -> None:
     assert (error.adapter, error.where) == ("elm", "target format")
     assert error.expected == "a format that NemotronHForCausalLM serves right"
     assert error.found == "stacked, which no known vLLM release does"
-    assert error.advice == "Convert to per-expert." and not made.exists()
+    assert error.advice == "Convert to per-expert or slots." and not made.exists()
     done = convert_directory(source, made, known, packing=None, format="per-expert", progress=None)
     assert done["minimum_vllm"]["version"] == "0.15.0"
+    slots = convert_directory(source, tmp_path / "slots", known, packing=None, format="slots", progress=None)
+    assert slots["minimum_vllm"] == done["minimum_vllm"]
     # Other tools take it; the engine is not asked.
     migrate_directory(source, tmp_path / "again", known, packing=None, stamp=False, progress=None)
     assert (tmp_path / "again" / "adapter_model.safetensors").exists()
@@ -204,7 +206,9 @@ def test_a_base_is_not_registered_for_a_form_that_no_release_serves(tmp_path: Pa
         return done.document.target_format.value
 
     with memory_store() as store:
-        with pytest.raises(UnsupportedConfig, match=r"base tiny: target format: found stacked.*per-expert\."):
+        with pytest.raises(
+            UnsupportedConfig, match=r"base tiny: target format: found stacked.*per-expert or slots\."
+        ):
             register(store, "stacked")
         assert register(store, None) == "per-expert"
         # What was said of another base under this name does not slip through.

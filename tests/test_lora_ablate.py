@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_builders import LABEL, PREFIX, Logical, attention, encode, load, look
+from lora_builders import LABEL, PREFIX, Logical, attention, encode, find_weights, load, look
 
 from tasks.lora.ablate import Ablation, ablate_adapter, list_ablations
 from tasks.lora.convert import convert_adapter
@@ -42,7 +42,7 @@ def test_each_keeps_its_class_byte_for_byte_and_nothing_else(tmp_path: Path, for
         assert written.read_bytes() == (made.directory / "adapter_config.json").read_bytes()
         assert (config.bytes, weights.bytes) == (
             written.stat().st_size,
-            (tmp_path / ablation / "adapter_model.safetensors").stat().st_size,
+            find_weights(tmp_path / ablation).stat().st_size,
         )
 
 

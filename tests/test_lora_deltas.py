@@ -22,6 +22,7 @@ from delta_builders import (
     stacked_case,
 )
 from lora_builders import (
+    BIT_FOR_BIT,
     EXPERTS,
     HIDDEN,
     INTER,
@@ -44,7 +45,7 @@ from tasks.lora.parallel import count_threads
 from tasks.lora.probes import PROBED_DAMAGE, ProbeFindings, probe_deltas
 from tasks.lora.target import TargetFormat
 
-PER_EXPERT, STACKED = TargetFormat
+PER_EXPERT, STACKED, SLOTS = TargetFormat
 MODULES = 5 * LAYERS
 ALL_PAIRS = LAYERS * EXPERTS * 3
 
@@ -69,9 +70,11 @@ def test_right_conversions_differ_nowhere(tmp_path: Path, case: str) -> None:
             assert probed.differing == full.differing == ()
             assert probed.exchanged == full.exchanged == probed.unshared == ()
             assert probed.nonzero == probed.nonfinite == probed.left_out == full.left_out == ()
-            assert all(one.largest < 1e-6 for one in probed.errors)
+            # Slots hold each factor in bfloat16, B after two roundings.
+            rounding = 0.0 if format in BIT_FOR_BIT else 3 * 2**-8
+            assert all(one.largest < 1e-6 + rounding for one in probed.errors)
             # Equal numbers give equal products, but where the engine's file has further components.
-            assert all(one.largest < 1e-7 for one in full.errors)
+            assert all(one.largest < 1e-7 + rounding for one in full.errors)
         held = {projection for _, projection, _ in made.deltas}
         routed = probed.trained[TensorClass.ROUTED_EXPERTS]
         assert routed == {layer: (len(held) * EXPERTS, len(held) * EXPERTS) for layer in range(LAYERS)}
@@ -252,7 +255,7 @@ def test_a_scaling_that_the_config_lost_is_found(tmp_path: Path) -> None:
     logical = Logical(rank=4)
     found = look(tmp_path / "source", encode(logical), r=4, alpha_pattern={"1.mlp.experts.down_proj": 3})
     made = Case(found, {})
-    for format in TargetFormat:
+    for format in BIT_FOR_BIT:  # slots leave no scaling to the config
         output = convert(made, tmp_path / format, format)
         assert all(findings.differing == () for findings in compare(made, output, format))
         output = change_config(tmp_path / format, alpha_pattern={})

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lora_builders import BIT_FOR_BIT
 from producer_builders import VARIANTS, read_logits
 from producer_peft import list_peft_deltas, record, train
 from product_builders import Product, add_deltas, convert, load_by_peft, read_served_deltas
 
 from tasks.lora.convert import convert_adapter
 from tasks.lora.plan import plan_control
-from tasks.lora.target import TargetFormat
 
 TRAINED = ("whole",)
 
@@ -47,7 +47,7 @@ def test_a_converted_adapter_acts_as_under_peft(trained: Path, tmp_path: Path, v
     control = read_served_deltas(tmp_path / "control")
     assert product.measure_experts(control) > 0.5
     assert product.measure_logits(read_logits(add_deltas(product.build_base(), control))) > 0.1
-    for format in TargetFormat:
+    for format in BIT_FOR_BIT:
         folder = convert(found, tmp_path / format, format)
         loaded = load_by_peft(product.build_base(), folder)
         assert product.measure_logits(read_logits(loaded)) <= 1e-5, format

@@ -153,7 +153,8 @@ def test_every_expert_once_and_every_source_read_once(
     found = plan_conversion(look(tmp_path, tensors), format)
     names = [tensor.name for tensor in found.tensors]
     assert len(names) == len(set(names))
-    assert len(names) == LAYERS * ((EXPERTS * 3 * 2 if format is TargetFormat.PER_EXPERT else 4) + 10)
+    experts = {"per-expert": EXPERTS * 3 * 2, "stacked": 4, "slots": 3 * 2}
+    assert len(names) == LAYERS * (experts[format] + 10)
     assert found.pairs == LAYERS * EXPERTS * 3
     reads = [piece.sources for block in found.blocks for piece in block.pieces]
     runs = [sources for place, sources in enumerate(reads) if place == 0 or reads[place - 1] != sources]

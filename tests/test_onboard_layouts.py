@@ -15,7 +15,7 @@ from roster.serving_engine import EngineInfo
 from storage.bases import BaseDocument, TargetFormat
 from storage.documents import put_document, read_document
 from storage.keys import base_document_key, engine_key
-from storage.ledger import Outcome
+from storage.ledger import Outcome, StepKind
 from tasks.policy import drop_policy
 
 pytestmark = pytest.mark.real  # whole runs, several scorings each: more time than the fast tests have
@@ -145,6 +145,44 @@ def test_stacked_adapters_need_an_engine_that_mixes_formats(desk: Desk) -> None:
     assert "--enable-mixed-moe-lora-format: expected given, found missing" in str(state.message)
     assert desk.engine.calls == [], "nothing was loaded"
     assert desk.ledger("birch").steps[-1].outcome is Outcome.STOPPED
+
+
+def serve_slots(desk: Desk, dtype: str) -> None:
+    """The base in slots, and an engine with the plugin; both of a dtype."""
+    document, _ = read_document(desk.store, base_document_key(BASE), BaseDocument)
+    engine = document.engine.model_copy(update={"dtype": dtype})
+    changes: dict[str, object] = {"target_format": TargetFormat.SLOTS, "engine": engine}
+    put_document(desk.store, base_document_key(BASE), document.model_copy(update=changes))
+    info, _ = read_document(desk.store, engine_key(BASE), EngineInfo)
+    publish_engine(
+        desk.store, info.model_copy(update={"slots_version": 1, "dtype": dtype, "lora_dtype": dtype})
+    )
+
+
+def test_a_base_may_be_served_in_slots_and_a_change_of_dtype_converts_again(desk: Desk) -> None:
+    """The dtype is no part of the base's digest, and of the other forms nothing."""
+    desk.ready("alder")
+    desk.sync()
+    made = []
+    for dtype in ("float16", "bfloat16"):
+        serve_slots(desk, dtype)
+        assert desk.ready("birch").name == "Ready"
+        converted = next(
+            step for step in reversed(desk.ledger("birch").steps) if step.kind is StepKind.CONVERTED
+        )
+        made.append(converted.result)
+        assert converted.inputs["dtype"] == made[-1]["dtype"] == {"float16": "F16"}.get(dtype, "BF16")
+        assert (made[-1]["format"], made[-1]["is_3d_lora_weight"]) == ("slots", False)
+    assert made[0]["output_digest"] != made[1]["output_digest"]
+    names = {file["name"] for file in made[0]["files"]}
+    assert names == {"adapter_config.json", "adapter_slots.safetensors"}
+    keys = [found.key for found in desk.store.list_objects("serving/birch/")]
+    assert sum(key.endswith("/adapter_slots.safetensors") for key in keys) >= 2
+    assert desk.engine.stacked == set()
+    first = next(step for step in desk.ledger("alder").steps if step.kind is StepKind.CONVERTED)
+    assert "dtype" not in first.inputs
+    verdict: Any = desk.ledger("birch").verdict
+    assert set(verdict.result["wrong"]) == {"alder"}, "loaded as what it is: per expert"
 
 
 def test_a_converted_adapter_may_be_submitted_itself(desk: Desk) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_builders import LABEL, unpack_wheel
+from lora_builders import BIT_FOR_BIT, LABEL, unpack_wheel
 from producer_builders import VARIANTS, read_logits
 from product_builders import Product, add_deltas, convert, load_by_peft, read_served_deltas
 
@@ -28,7 +28,6 @@ from tasks.lora.inspect import Inspection
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.packing import Source
 from tasks.lora.plan import plan_control
-from tasks.lora.target import TargetFormat
 from tasks.lora.trainers import TrainingStatement
 
 pytestmark = pytest.mark.real
@@ -201,7 +200,7 @@ def test_its_forward_does_what_we_serve(
     ):
         merged = add_deltas(product.build_base(), read_served_deltas(folder))
         assert least <= product.measure_logits(read_logits(merged)) <= most
-    for format in TargetFormat:
+    for format in BIT_FOR_BIT:
         folder = convert(found, tmp_path / format, format)
         loaded = load_by_peft(product.build_base(), folder)
         assert product.measure_logits(read_logits(loaded)) <= RIGHT, format

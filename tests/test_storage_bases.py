@@ -129,9 +129,11 @@ def test_pickled_weights_count_where_there_are_no_others(tmp_path: Path) -> None
 
 def test_target_formats_are_those_that_are_converted_to(store: S3Store) -> None:
     written = [json.loads(document(target_format=f).model_dump_json())["target_format"] for f in TargetFormat]
-    assert written == ["per-expert", "stacked"]
+    assert written == ["per-expert", "stacked", "slots"]
     register_base(store, CONFIG, document())
-    body = store.get("bases/tiny/base.json").body.replace(b'"per-expert"', b'"slots"')
+    body = store.get("bases/tiny/base.json").body.replace(b'"per-expert"', b'"3-d"')
     store.put("bases/tiny/base.json", body)
-    with pytest.raises(InvalidDocument, match="target_format: Input should be 'per-expert' or 'stacked'"):
+    with pytest.raises(
+        InvalidDocument, match="target_format: Input should be 'per-expert', 'stacked' or 'slots'"
+    ):
         read_base(store, "tiny")

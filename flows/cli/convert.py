@@ -62,7 +62,7 @@ def convert(
     *,
     base: str,
     packing: Packing = "auto",
-    format: Literal["per-expert", "stacked"] = "per-expert",
+    format: Literal["per-expert", "stacked", "slots"] = "per-expert",
     json: AsJson = False,
 ) -> int:
     """Convert one adapter directory to what vLLM serves. The destination appears whole or not at all.
@@ -85,6 +85,8 @@ def convert(
         per-expert: one pair of factors for each expert and projection; every vLLM with MoE LoRA takes it.
         stacked: all experts in one tensor, rank_major, with the marker that says so; vLLM needs
         --enable-mixed-moe-lora-format for it, unless it serves this family so by nature.
+        slots: as the engine holds them, cast to the dtype that the base is served in, and scaled; a vLLM with our
+        plugin alone takes it, and loads it several times as fast (docs/slots.md).
     """
     from flows.cli.progress import byte_progress
     from tasks.directories import convert_directory
@@ -132,7 +134,8 @@ def read_named_base(named: str) -> KnownBase:
     except SettingsIncomplete as error:
         problem = f"expected a base's config.json or a registered base, found no such file, and {error}"
         raise FileNotFoundError(errno.ENOENT, problem, named) from None
-    config = read_base_config(read_base(store, named).config, label=named)
+    base = read_base(store, named)
+    config = read_base_config(base.config, label=named, engine_dtype=base.document.engine.dtype)
     return KnownBase(config, find_policy(store, named))
 
 

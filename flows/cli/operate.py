@@ -22,7 +22,7 @@ def up(
     max_model_len: PositiveInt = 2048,
     max_loras: PositiveInt = 4,
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16,
-    target_format: Literal["per-expert", "stacked"] = "per-expert",
+    target_format: Literal["per-expert", "stacked", "slots"] = "per-expert",
     json: AsJson = False,
 ) -> None:
     """Start the embedded services: object store, Prefect server, worker and, with --base, a vLLM engine.
@@ -47,8 +47,8 @@ def up(
     max_lora_rank:
         The largest adapter rank to serve.
     target_format:
-        The form in which the base's adapters are served. The engine is started so that it takes both, unless
-        per-expert ones are asked for and need no flag.
+        The form in which the base's adapters are served. The engine is started so that it takes all, unless
+        per-expert ones or slots are asked for and need no flag.
     """
     from flows.embedded import start_detached
     from flows.settings import base_environment, load_settings

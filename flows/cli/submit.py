@@ -126,13 +126,14 @@ def base_add(
     engine_url: EngineUrl = None,
     served_model: str | None = None,
     alias: Annotated[list[str] | None, Parameter(negative="")] = None,
-    target_format: Literal["per-expert", "stacked"] | None = None,
+    target_format: Literal["per-expert", "stacked", "slots"] | None = None,
+    engine_dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None,
     json: AsJson = False,
 ) -> None:
     """Register a base model: its config.json, the digest of its weights, and the engine that serves it.
 
-    Registering a name again replaces what was said of it before, the engine's address included; aliases and the
-    target format stay where none are given.
+    Registering a name again replaces what was said of it before, the engine's address included; aliases, the target
+    format and the engine's dtype stay where none are given.
 
     ```
     roster base add tiny --config models/tiny --weights models/tiny --engine-url http://127.0.0.1:8000
@@ -155,7 +156,11 @@ def base_add(
         Other names for the same base, as trainers write them (Qwen/Qwen3-30B-A3B).
     target_format:
         The form in which its adapters are served; per-expert if it was never said. With stacked the engine needs
-        --enable-mixed-moe-lora-format, unless vLLM serves this family so by nature.
+        --enable-mixed-moe-lora-format, unless vLLM serves this family so by nature. slots is served where per-expert
+        is, by an engine with our plugin alone (docs/slots.md).
+    engine_dtype:
+        The --dtype that the engine is started with; auto, as the engine's own default, if it was never said. Slots are
+        written in it.
     """
     from flows.cli.progress import byte_progress
     from flows.connect import open_store
@@ -173,6 +178,7 @@ def base_add(
             served_model=served_model or name,
             aliases=tuple(alias or ()),
             target_format=target_format,
+            engine_dtype=engine_dtype,
             progress=progress,
         )
     for other in list_sharing(store, name, engine_url):

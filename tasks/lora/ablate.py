@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from tasks.lora.family import Family, TensorClass
-from tasks.lora.files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles, read_config_bytes
-from tasks.lora.header import TensorEntry, TensorGroup, format_header
+from tasks.lora.files import CONFIG_NAME, SLOTS_METADATA, AdapterFiles, read_config_bytes
+from tasks.lora.header import PLAIN_METADATA, TensorEntry, TensorGroup, format_header
 from tasks.lora.resolve import classify_name
 from tasks.lora.tensors import TensorReader, open_tensors
 from tasks.lora.write import HELD_BLOCKS, WrittenFile, staged_folder, write_file, write_safetensors
@@ -45,10 +45,11 @@ def ablate_adapter(
     shrank meanwhile, and OSError from the disk.
     """
     kept = _list_kept(converted, family, ablation)
-    header = format_header(TensorGroup((entry.name,), entry.dtype, entry.shape) for entry in kept)
+    groups = (TensorGroup((entry.name,), entry.dtype, entry.shape) for entry in kept)
+    header = format_header(groups, SLOTS_METADATA if converted.is_slots else PLAIN_METADATA)
     total = len(header) + sum(entry.end - entry.begin for entry in kept)
     with staged_folder(destination) as folder, open_tensors(converted) as reader:
-        weights = write_safetensors(folder / WEIGHTS_NAME, header, _read_all(reader, kept), total)
+        weights = write_safetensors(folder / converted.weights_name, header, _read_all(reader, kept), total)
         config = write_file(
             folder / CONFIG_NAME, read_config_bytes(converted.directory, label=converted.label)
         )

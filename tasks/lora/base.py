@@ -25,7 +25,8 @@ class BaseConfig:
 
     served: the class of the engine that its config.json means. sparse_layers: the numbers of the layers that have
     routed experts. numbers: the family's fields that the config gives. kinds: the layers of each kind. dtype: of the
-    weights, such as bfloat16, as the config says; None where it says nothing.
+    weights, such as bfloat16, as the config says; None where it says nothing. engine_dtype: what the operator has it
+    served in, as the engine's --dtype names it; None where that is left to the engine.
     """
 
     label: str
@@ -37,6 +38,7 @@ class BaseConfig:
     numbers: tuple[tuple[Field, int], ...]
     kinds: tuple[tuple[LayerKind, frozenset[int]], ...]
     dtype: str | None
+    engine_dtype: str | None = None
 
     def size(self, size: Size) -> int:
         """Return a dimension's number. Raises InvalidBaseConfig where the config lacks a field of it."""
@@ -60,8 +62,10 @@ class BaseConfig:
         return layer in dict(self.kinds)[kind]
 
 
-def read_base_config(source: Path | bytes, *, label: str) -> BaseConfig:
+def read_base_config(source: Path | bytes, *, label: str, engine_dtype: str | None = None) -> BaseConfig:
     """Return the sizes in a config.json: its bytes, its path, or a folder that holds it.
+
+    engine_dtype: what no config.json says, see BaseConfig.
 
     Fields may sit in `text_config`, whose word counts; `architectures` is not needed. Raises InvalidBaseConfig for a
     missing, wrong or contradictory size, UnknownFamily for a model_type that no row of families.py has, or an
@@ -87,6 +91,7 @@ def read_base_config(source: Path | bytes, *, label: str) -> BaseConfig:
         numbers=tuple(_list_numbers(fields, family)),
         kinds=tuple(kinds.items()),
         dtype=_find_dtype(fields),
+        engine_dtype=engine_dtype,
     )
     if not 2 <= base.experts <= _MOST_EXPERTS:
         expected = f"at least two experts, at most {_MOST_EXPERTS}"

@@ -1,4 +1,4 @@
-"""The blocks of an output's weight file, for both targets: what each is made of, in canonical order."""
+"""The blocks of an output's weight file: what each is made of, in canonical order; slots.py has those of slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tasks.lora.errors import UnsupportedDtype
 from tasks.lora.family import ExpertParameter
-from tasks.lora.header import TensorEntry, TensorGroup
+from tasks.lora.header import ITEM_BYTES, TensorEntry, TensorGroup
 from tasks.lora.lines import Lines, find_lines, find_projection_lines
 from tasks.lora.names import (
     Factor,
@@ -35,10 +35,30 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """Consecutive tensors of the output, whose bytes are the block. What no piece fills is zero."""
+    """Consecutive tensors of the output, whose bytes are the block. What no piece fills is zero.
+
+    The pieces' numbers are moved bit for bit, or, where their dtype is not the group's, turned into that; then they
+    are multiplied by `scaling` in it.
+    """
 
     group: TensorGroup
     pieces: tuple[Piece, ...]
+    scaling: float = 1.0
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the sources; the group's own where there are none."""
+        return self.pieces[0].sources[0].dtype if self.pieces else self.group.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all elements in the dtype of the sources."""
+        return self.group.data_bytes // ITEM_BYTES[self.group.dtype] * ITEM_BYTES[self.stored_dtype]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its numbers are other than those of the sources."""
+        return self.stored_dtype != self.group.dtype or self.scaling != 1
 
 
 def list_expert_blocks(

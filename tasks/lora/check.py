@@ -102,7 +102,7 @@ def check_conversion(
             check_finite(
                 [name for name, _ in findings.nonfinite], sum(count for _, count in findings.nonfinite)
             ),
-            check_range(findings, layout),
+            check_range(findings, layout, format),
             check_shared_a(findings.unshared),
             check_zeros(findings.nonzero, layout),
             check_round_trip(source, findings),

@@ -23,6 +23,7 @@ from tasks.lora.resolve import (
     find_lost,
 )
 from tasks.lora.served_scaling import ServedScaling
+from tasks.lora.slots import list_engine_names
 from tasks.lora.sources import AdapterLayout
 from tasks.lora.target import TargetFormat
 
@@ -43,7 +44,7 @@ def check_coverage(output: AdapterFiles, layout: AdapterLayout, specs: Sequence[
         for module in layout.modules
         for name in format_served_module_keys(module.key, layout.base)
     }
-    # Where experts are stacked, each tensor holds a factor of several pairs.
+    # Where experts share a tensor, it holds a factor of several pairs.
     routed = len(expected) - len(others)
     pairs = layout.expert_pairs * (routed - len(set(missing) - others.keys())) // routed
     classes = Counter(kind.value for name, kind in others.items() if name in found)
@@ -92,8 +93,8 @@ def check_config(
     aimed |= {name.removesuffix(".weight").rpartition(".")[2] for name in config.target_parameters or ()}
     held = _list_targets(layout, format, modules)
     faults = [f"{name} is not targeted" for name in sorted(held - aimed)]
-    # Tensors of single experts have no packing.
-    wanted = None if format is TargetFormat.PER_EXPERT else Packing.RANK_MAJOR.value
+    # Tensors of single experts have no packing, and those of slots but one.
+    wanted = Packing.RANK_MAJOR.value if format is TargetFormat.STACKED else None
     stated = set(_list_markers(config)) or {None}
     faults += [f"a marker says {value or 'no packing'}, not {wanted}" for value in stated if value != wanted]
     detail = "; ".join(faults[:_SHOWN]) or f"targets {', '.join(sorted(held))}"
@@ -105,7 +106,7 @@ def check_config(
 
 def _list_targets(layout: AdapterLayout, format: TargetFormat, modules: Sequence[ServedModule]) -> set[str]:
     """Return the last component of every module that has factors; parameters as PEFT names them."""
-    if format is TargetFormat.PER_EXPERT:
+    if format is not TargetFormat.STACKED:
         return {module.name.rpartition(".")[2] for module in modules}
     names = [parameter.name for parameter in layout.family.parameters]
     for module in layout.modules:
@@ -214,7 +215,7 @@ def check_resolves(
 ) -> CheckResult:
     """Return whether every key leads to a module of the engine, as far as anything is known of that."""
     family = layout.family
-    names = [entry.name for entry in output.tensors]
+    names = list_engine_names(output, layout.base)
     lost = find_lost(names, served, family) if served else ()
     faults = {one.name for one in lost}
     reached = count_classes((name for name in names if name not in faults), family)

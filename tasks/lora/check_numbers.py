@@ -11,6 +11,7 @@ from tasks.lora.files import AdapterFiles
 from tasks.lora.overflow import MOST_OVERFLOWS, find_range
 from tasks.lora.rebuild import Findings
 from tasks.lora.sources import AdapterLayout
+from tasks.lora.target import TargetFormat
 
 if TYPE_CHECKING:
     from tasks.lora.deltas import DeltaFindings
@@ -42,9 +43,9 @@ def check_finite(tensors: Sequence[str], values: int | None) -> CheckResult:
     return CheckResult(CheckName.FINITE, not count, detail, figures, tensors[0] if count else "")
 
 
-def check_range(findings: Findings, layout: AdapterLayout) -> CheckResult:
+def check_range(findings: Findings, layout: AdapterLayout, format: TargetFormat) -> CheckResult:
     """Return whether factors and deltas stay finite in the type that the engine computes in."""
-    served, count = find_range(layout.base.dtype), len(findings.overflows)
+    served, count = find_range(layout, format), len(findings.overflows)
     detail, where, peak = f"all within {served}", "", 0.0
     if count:
         where, expert, peak = max(findings.overflows, key=lambda overflow: overflow[2])

@@ -14,10 +14,11 @@ import torch
 
 from tasks.lora.blocks import Piece, PlannedBlock
 from tasks.lora.config import smallest_max_lora_rank
-from tasks.lora.files import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles
+from tasks.lora.files import CONFIG_NAME, AdapterFiles
 from tasks.lora.header import ITEM_BYTES, TensorEntry
 from tasks.lora.plan import ConversionPlan
 from tasks.lora.rearrange import one_thread, rearrange
+from tasks.lora.round_block import round_block
 from tasks.lora.target import TargetFormat, format_target_config
 from tasks.lora.tensors import TensorReader, open_tensors
 from tasks.lora.views import whole
@@ -55,7 +56,8 @@ def convert_adapter(
     """Write the planned adapter to `destination`, which appears whole or not at all.
 
     Memory: a few times the largest source tensor and the largest block. Raises DestinationExists, CorruptFile if the
-    source shrank meanwhile, and OSError from the disk.
+    source shrank meanwhile, NonFinite where a finite number is none in the dtype that slots are served in, and OSError
+    from the disk.
     """
     with (
         staged_folder(destination) as folder,
@@ -64,7 +66,7 @@ def convert_adapter(
         closing(_make_blocks(reader, plan)) as blocks,
     ):
         weights = write_safetensors(
-            folder / WEIGHTS_NAME, plan.header, blocks, plan.predicted_bytes, progress
+            folder / plan.weights_name, plan.header, blocks, plan.predicted_bytes, progress
         )
         config = write_file(folder / CONFIG_NAME, _format_config(plan))
     return ConvertedFiles(
@@ -80,14 +82,14 @@ def convert_adapter(
 def digest_adapter(source: AdapterFiles, plan: ConversionPlan) -> tuple[WrittenFile, ...]:
     """Return the files that `convert_adapter` would write, without writing them.
 
-    Raises CorruptFile if the source shrank meanwhile.
+    Raises like `convert_adapter`, but for what is about the destination.
     """
     with open_tensors(source) as reader, one_thread(), closing(_make_blocks(reader, plan)) as blocks:
         weights = digest_safetensors(plan.header, blocks)
     config = _format_config(plan)
     return (
         WrittenFile(CONFIG_NAME, len(config), hashlib.sha256(config).hexdigest()),
-        WrittenFile(WEIGHTS_NAME, plan.predicted_bytes, weights),
+        WrittenFile(plan.weights_name, plan.predicted_bytes, weights),
     )
 
 
@@ -97,10 +99,11 @@ def _format_config(plan: ConversionPlan) -> bytes:
 
 def _make_blocks(reader: TensorReader, plan: ConversionPlan) -> Generator[memoryview]:
     """Yield each block's bytes, in memory that is left alone while HELD_BLOCKS blocks are held."""
-    largest = max(block.group.data_bytes for block in plan.blocks)
+    largest = max(max(block.group.data_bytes, block.stored_bytes) for block in plan.blocks)
     pieces = [piece for block in plan.blocks for piece in block.pieces]
     scratch = bytearray(largest)
     staging = bytearray(largest if any(piece.place is not None for piece in pieces) else 0)
+    exact = bytearray(largest if any(block.is_rounded for block in plan.blocks) else 0)
     memories = cycle([bytearray(largest) for _ in range(HELD_BLOCKS + 1)])
     held: tuple[TensorEntry, ...] = ()
     with closing(_read_ahead(reader, plan)) as reads:
@@ -108,29 +111,35 @@ def _make_blocks(reader: TensorReader, plan: ConversionPlan) -> Generator[memory
             if _is_copy(block):
                 if block.pieces[0].sources != held:
                     stored, held = next(reads), block.pieces[0].sources
-                yield memoryview(stored)[: block.group.data_bytes]
+                whole_block = stored
+                if block.is_rounded:
+                    whole_block = next(memories)
+                    round_block(block, stored, whole_block, plan.adapter)
+                yield memoryview(whole_block)[: block.group.data_bytes]
                 continue
             memory = next(memories)
-            data = _cast(memory, block.group.dtype, block.group.data_bytes)
+            data = _cast(exact if block.is_rounded else memory, block.stored_dtype, block.stored_bytes)
             if not block.pieces or block.pieces[0].place is not None:
                 data.zero_()
             for piece in block.pieces:
                 if piece.sources != held:
                     stored, held = next(reads), piece.sources
-                source = _cast(stored, block.group.dtype, _stored_bytes(piece))
+                source = _cast(stored, block.stored_dtype, _stored_bytes(piece))
                 size = piece.view.size * source.itemsize
-                parts = _cast(scratch, block.group.dtype, size)
+                parts = _cast(scratch, block.stored_dtype, size)
                 if piece.place is None:
                     rearrange(source, piece.view, data, parts)
                 else:
-                    rows, place = _cast(staging, block.group.dtype, size), piece.place
+                    rows, place = _cast(staging, block.stored_dtype, size), piece.place
                     rearrange(source, piece.view, rows, parts)
                     data.as_strided(place.shape, place.strides, place.offset).copy_(rows.view(place.shape))
+            if block.is_rounded:
+                round_block(block, exact, memory, plan.adapter)
             yield memoryview(memory)[: block.group.data_bytes]
 
 
 def _is_copy(block: PlannedBlock) -> bool:
-    """Return whether the block is what one piece's sources hold, byte for byte."""
+    """Return whether the block is what one piece's sources hold, in their order."""
     if len(block.pieces) != 1 or block.pieces[0].place is not None:
         return False
     return block.pieces[0].view == whole(*block.pieces[0].view.shape)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from tasks.lora.names import Factor
 from tasks.lora.parallel import count_threads, map_parts
 from tasks.lora.rearrange import one_thread
 from tasks.lora.served_factors import ServedFactors
+from tasks.lora.served_rounding import ServedRounding, find_rounding
 from tasks.lora.source_factors import SourceFactors
 from tasks.lora.sources import AdapterLayout
 from tasks.lora.target import TargetFormat
@@ -80,11 +82,14 @@ def compare_deltas(
     parts = list(list_parts(layout))
     found: list[_PartFindings] = []
     with open_tensors(source) as old, open_tensors(converted) as new, _plain_float32(), one_thread():
-        sources = SourceFactors(old, layout)
+        rounding = find_rounding(layout, format)
+        sources = SourceFactors(old, layout, rounding)
+        rounded = None if rounding is None else (rounding, SourceFactors(old, layout))
         served = ServedFactors(new, converted, config, layout, format)
         # A GPU is kept busy by one thread.
         threads = count_threads(layout) if device == "cpu" else 1
-        for one in map_parts(lambda part: _compare_part(part, sources, served, device), parts, threads):
+        compare = partial(_compare_part, sources=sources, served=served, device=device, rounded=rounded)
+        for one in map_parts(compare, parts, threads):
             found.append(one)
             if progress is not None:
                 progress(len(found), len(parts))
@@ -144,28 +149,68 @@ class _PartFindings:
     exchanged: list[str] = field(default_factory=list)
 
 
-def _compare_part(part: Part, sources: SourceFactors, served: ServedFactors, device: str) -> _PartFindings:
-    """Return what the deltas of a part show."""
+def _compare_part(
+    part: Part,
+    sources: SourceFactors,
+    served: ServedFactors,
+    device: str,
+    rounded: tuple[ServedRounding, SourceFactors] | None,
+) -> _PartFindings:
+    """Return what the deltas of a part show.
+
+    rounded: where the output holds other numbers than the trainer's: `sources` is as they should be then, and here is
+    what was done to the trainer's, and those.
+    """
     if not served.has(part):
         return _PartFindings(part, left_out=True)
     found = _PartFindings(part)
-    stored = {factor: sources.read(part, factor) for factor in Factor}
-    olds: dict[str, _Factors] = {}
-    for projection, applied in sources.scalings(part).items():
-        scaling = torch.tensor([applied], dtype=torch.float64)
-        olds[projection] = _join(stored[Factor.A][projection], stored[Factor.B][projection], scaling)
+    olds = _read_source(part, sources)
+    trained = {} if rounded is None else _read_source(part, rounded[1])
     taken = {factor: served.read(part, factor) for factor in Factor}
     news: dict[str, _Factors] = {}
     for projection, scalings in served.scalings(part).items():
         for copy, scaling in enumerate(scalings):
             new = _join(taken[Factor.A][projection][copy], taken[Factor.B][projection][copy], scaling)
             errors, differs = _compare(olds.get(projection), new, device)
+            if rounded is not None and projection in trained:
+                errors, beyond = _hold_to_trained(trained[projection], new, rounded[0], device)
+                differs |= beyond
             found.errors.append(PairErrors(projection, copy, errors, differs))
             news[projection] = new
     if len(olds) == len(news) == 2:
         differing = torch.stack([one.differing for one in found.errors]).all(dim=0)
         found.exchanged = _find_exchanged(part, olds, news, differing, device)
     return found
+
+
+def _read_source(part: Part, sources: SourceFactors) -> dict[str, _Factors]:
+    stored = {factor: sources.read(part, factor) for factor in Factor}
+    return {
+        projection: _join(
+            stored[Factor.A][projection],
+            stored[Factor.B][projection],
+            torch.tensor([applied], dtype=torch.float64),
+        )
+        for projection, applied in sources.scalings(part).items()
+    }
+
+
+def _hold_to_trained(
+    old: _Factors, new: _Factors, rounding: ServedRounding, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each expert's relative error against the trainer's own delta, and whether rounding does not explain it."""
+    experts, out_size, in_size = len(new.a), new.b.shape[1], new.a.shape[2]
+    room = torch.empty(2, 1, out_size, in_size, device=device)
+    errors = torch.zeros(experts, dtype=torch.float64)
+    beyond = torch.zeros(experts, dtype=torch.bool)
+    for expert in range(experts):
+        difference, norm = _subtract(old, new, expert, room)
+        scaling = float(old.scaling[expert])
+        a, b = old.a[expert].double().norm(dim=1), scaling * old.b[expert].double().norm(dim=0)
+        limit = rounding.bound(a, b, (in_size, out_size), scaling) + DELTA_TOLERANCE * (a * b).sum()
+        errors[expert] = _divide(difference, norm)[0]
+        beyond[expert] = bool((difference[0] > limit) & limit.isfinite())
+    return errors, beyond
 
 
 def _join(a: Lines, b: Lines, scaling: torch.Tensor) -> _Factors:

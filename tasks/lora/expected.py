@@ -16,7 +16,9 @@ from tasks.lora.names import (
     format_served_key,
     format_served_module_keys,
     format_served_parameter,
+    format_served_slots_key,
 )
+from tasks.lora.slots import find_served_dtype
 from tasks.lora.sources import AdapterLayout, ExpertPair
 from tasks.lora.target import TargetFormat
 
@@ -25,11 +27,13 @@ from tasks.lora.target import TargetFormat
 class ServedGroup:
     """Output tensors of one shape that together hold a factor of all experts: one for each, or one in all.
 
-    rank: components of each expert in them.
+    rank: components of each expert in them. modules: the engine's names of what they belong to, one for each expert, or
+    one in all; of factor A alone.
     """
 
     projections: tuple[str, ...]
     names: tuple[str, ...]
+    modules: tuple[str, ...]
     rank: int
     dtype: str
     shape: tuple[int, ...]
@@ -45,37 +49,43 @@ class ServedModule:
 
 
 def list_expected(layout: AdapterLayout, format: TargetFormat) -> Iterator[TensorSpec]:
-    """Yield every tensor that the converted adapter must hold: the base's sizes, the source's dtypes."""
+    """Yield every tensor that the converted adapter must hold: the base's sizes, the source's dtypes.
+
+    In the format slots all are of the dtype that the base is served in.
+    """
     for layer in layout.base.sparse_layers:
         for parameter in layout.family.parameters:
             for factor in Factor:
                 for group in list_groups(layout, format, layer, parameter, factor):
                     yield from (TensorSpec(name, group.dtype, group.shape) for name in group.names)
-    yield from list_expected_modules(layout)
+    yield from _list_expected_modules(layout, format)
 
 
-def list_expected_modules(layout: AdapterLayout) -> Iterator[TensorSpec]:
+def _list_expected_modules(layout: AdapterLayout, format: TargetFormat) -> Iterator[TensorSpec]:
     """Yield those of them that belong to no routed expert; a factor that the engine wants twice is there twice."""
     for module in layout.modules:
+        dtype = find_served_dtype(layout.base) if format is TargetFormat.SLOTS else module.entry.dtype
         for name in format_served_module_keys(module.key, layout.base):
-            yield TensorSpec(name, module.entry.dtype, module.entry.shape)
+            yield TensorSpec(name, dtype, module.entry.shape)
 
 
 def list_served(layout: AdapterLayout, format: TargetFormat) -> Iterator[ServedModule]:
-    """Yield every module of the converted adapter with the rank and the scaling that it must have."""
+    """Yield every module of the converted adapter with the rank and the scaling that it must have.
+
+    In the format slots every scaling is 1, as B holds it already.
+    """
+    holds_scaling = format is TargetFormat.SLOTS
     for layer in layout.base.sparse_layers:
         for parameter in layout.family.parameters:
             for group in list_groups(layout, format, layer, parameter, Factor.A):
                 pairs = list_owners(layout, layer, group.projections) or [_stand_in(layout, layer)]
-                if format is TargetFormat.STACKED:
-                    names = [format_served_parameter(layer, parameter.name, layout.base)]
-                else:
-                    names = [_module_name(name) for name in group.names]
-                yield from (ServedModule(name, group.rank, pairs[0].scale.scaling) for name in names)
+                scaling = 1.0 if holds_scaling else pairs[0].scale.scaling
+                yield from (ServedModule(name, group.rank, scaling) for name in group.modules)
     for module in layout.modules:
         if module.key.factor is Factor.A:
             for name in format_served_module_keys(module.key, layout.base):
-                yield ServedModule(_module_name(name), module.scale.rank, module.scale.scaling)
+                scaling = 1.0 if holds_scaling else module.scale.scaling
+                yield ServedModule(_module_name(name), module.scale.rank, scaling)
 
 
 def list_groups(
@@ -90,7 +100,8 @@ def list_groups(
         shape = (experts * rank, in_size) if factor is Factor.A else (out_size, experts * rank)
         name = format_served_key(StackedKey(layer, parameter.name, factor), layout.base)
         dtype = _dtype(layout, layer, pairs, factor)
-        yield ServedGroup(parameter.projections, (name,), rank, dtype, shape)
+        module = format_served_parameter(layer, parameter.name, layout.base)
+        yield ServedGroup(parameter.projections, (name,), (module,), rank, dtype, shape)
         return
     for projection in parameter.projections:
         pairs = list_owners(layout, layer, (projection,))
@@ -98,7 +109,15 @@ def list_groups(
         share = out_size // len(parameter.projections)
         names = tuple(format_served_expert_keys(layer, projection, factor, layout.base))
         shape = (rank, in_size) if factor is Factor.A else (share, rank)
-        yield ServedGroup((projection,), names, rank, _dtype(layout, layer, pairs, factor), shape)
+        # The engine scales each expert by itself, even where one tensor holds them all.
+        modules = tuple(map(_module_name, names)) if factor is Factor.A else ()
+        if format is TargetFormat.SLOTS:
+            names = (format_served_slots_key(layer, projection, factor, layout.base),)
+            dtype = find_served_dtype(layout.base)
+            yield ServedGroup((projection,), names, modules, rank, dtype, (experts, *shape))
+        else:
+            dtype = _dtype(layout, layer, pairs, factor)
+            yield ServedGroup((projection,), names, modules, rank, dtype, shape)
 
 
 def list_owners(layout: AdapterLayout, layer: int, projections: tuple[str, ...]) -> list[ExpertPair]:

@@ -8,7 +8,7 @@ exchange of axes, slices. Letters: E experts, r rank. A is (E, r, in), B is (E, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -49,7 +49,8 @@ class Part:
     projections: those it holds, in their order. in_size, out_size: of each. interleaved: their rows take turns.
     served: by projection the engine's names of the experts in their order; of a module those of all modules that get
     its factors. stacked: the engine's name where experts are stacked in one tensor, without its factor; pattern: what
-    it holds against the config's patterns then. module: A and B as they are stored, none for experts.
+    it holds against the config's patterns then. slots: by projection the engine's name without an expert's number, of
+    all of them. module: A and B as they are stored, none for experts.
     """
 
     kind: TensorClass
@@ -61,6 +62,7 @@ class Part:
     served: Mapping[str, tuple[str, ...]]
     stacked: str = ""
     pattern: str = ""
+    slots: Mapping[str, str] = field(default_factory=dict)
     module: tuple[ModuleTensor, ...] = ()
 
 
@@ -84,6 +86,10 @@ def list_parts(layout: AdapterLayout) -> Iterator[Part]:
                 stacked=f"{front}.{parameter.wrapper}".removesuffix("."),
                 # The engine calls the inner parameter gate_up_proj and the outer one down_proj, in every family.
                 pattern=f"{front}.{'gate_up_proj' if parameter.wrapper else 'down_proj'}",
+                slots={
+                    projection: f"{front}.{name}"
+                    for projection, name in zip(parameter.projections, parameter.served, strict=True)
+                },
             )
     for a, b in zip(layout.modules[::2], layout.modules[1::2], strict=True):
         row = find_module(a.key, base)

@@ -208,7 +208,15 @@ class ServedClass:
 
     def serves(self, format: str) -> bool:
         """Return whether some release serves that format of the class right."""
-        return any(one.format == format for one in self.minimum)
+        return self.minimum_of(format) is not None
+
+    def minimum_of(self, format: str) -> MinimumVersion | None:
+        """Return the first release that serves that format right; None where none is known to.
+
+        Slots are the same numbers as per-expert, and served by the same code of the engine.
+        """
+        known = "per-expert" if format == "slots" else format
+        return next((one for one in self.minimum if one.format == known), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ from tasks.lora.strict_json import parse_strict_json
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
+SLOTS_NAME = "adapter_slots.safetensors"
+SLOTS_METADATA = {"format": "adapter-roster slots", "version": "1"}
+"""The weight file of an output in the format slots, and what its header says of it (docs/slots.md)."""
 MAX_CONFIG_BYTES = 16_000_000
 
 # Names that belong beside an adapter: PEFT's model card, and what an upload says of itself.
@@ -68,6 +71,11 @@ class AdapterFiles:
         """The one name that stands for all weights in a message."""
         return self.weights[0].name if len(self.weights) == 1 else INDEX_NAME
 
+    @property
+    def is_slots(self) -> bool:
+        """Whether this is an output in the format slots."""
+        return self.weights_name == SLOTS_NAME
+
 
 class _Index(BaseModel):
     """What says in which file each tensor lies. Source: transformers' and accelerate's sharded saves."""
@@ -79,13 +87,14 @@ def open_adapter(directory: Path, *, label: str) -> AdapterFiles:
     """Return the folder's tensors and stray files.
 
     The weights are one adapter_model.safetensors, or an index and the files that it names; every tensor must
-    lie exactly where the index says. Raises MissingWeights, AmbiguousWeights, PickleRefused where pickles are
-    all there is, EscapingPath, MisspeltFile, UnreadableName, CorruptFile, UnsupportedDtype or EmptyAdapter.
+    lie exactly where the index says. Or they are one adapter_slots.safetensors, as we write it. Raises MissingWeights,
+    AmbiguousWeights, PickleRefused where pickles are all there is, EscapingPath, MisspeltFile, UnreadableName,
+    CorruptFile, UnsupportedDtype or EmptyAdapter.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     _check_entries(directory, names, label)
     places = _read_index(directory, label) if INDEX_NAME in names else None
-    chosen = sorted(set(places.values())) if places else [WEIGHTS_NAME]
+    chosen = sorted(set(places.values())) if places else [_choose_file(names)]
     _check_chosen(directory, names, chosen, label)
     weights: list[WeightFile] = []
     tensors: list[TensorEntry] = []
@@ -93,7 +102,10 @@ def open_adapter(directory: Path, *, label: str) -> AdapterFiles:
         path, size = resolve_file(directory, name, label=label)
         header = _read_header(path, name, size, label)
         weights.append(WeightFile(name, path, size))
-        tensors += parse_header(header, file_bytes=size, adapter=label, where=name, file=number)
+        said = SLOTS_METADATA if name == SLOTS_NAME else None
+        tensors += parse_header(
+            header, file_bytes=size, adapter=label, where=name, file=number, metadata=said
+        )
     if places:
         _check_places(places, weights, tensors, label)
     known = {CONFIG_NAME, INDEX_NAME, *chosen, *_COMPANIONS}
@@ -202,10 +214,18 @@ def _read_index(directory: Path, label: str) -> Mapping[str, str]:
     return places
 
 
+def _choose_file(names: Sequence[str]) -> str:
+    """Return the one weight file of a folder without an index."""
+    saved = any(name.lower().startswith("adapter_model") for name in names)
+    return SLOTS_NAME if SLOTS_NAME in names and not saved else WEIGHTS_NAME
+
+
 def _check_chosen(directory: Path, names: Sequence[str], chosen: Sequence[str], label: str) -> None:
     """Refuse a folder that lacks a file of the weights, or holds weights of another save beside them."""
     saves = [
-        name for name in names if name.lower().startswith("adapter_model") and name.lower().endswith(_ENDING)
+        name
+        for name in names
+        if (name.lower().startswith("adapter_model") and name.lower().endswith(_ENDING)) or name == SLOTS_NAME
     ]
     parts = [name for name in saves if name.startswith("adapter_model-")]
     others = [name for name in saves if name not in chosen]

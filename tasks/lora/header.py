@@ -7,8 +7,9 @@ length, UTF-8 JSON, then one byte buffer that the tensors fill without holes or 
 from __future__ import annotations
 
 import gc
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from json.encoder import encode_basestring
@@ -21,6 +22,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 METADATA_KEY = "__metadata__"
+PLAIN_METADATA = {"format": "pt"}
+"""What safetensors' own writers put into a header, and readers ask for."""
 
 # Far beyond any adapter; products of longer or larger shapes take Python minutes, and more digits than it prints.
 _MOST_DIMENSIONS = 8
@@ -81,17 +84,25 @@ class TensorGroup:
 
 
 def parse_header(
-    header: bytes, *, file_bytes: int, adapter: str, where: str, file: int = 0
+    header: bytes,
+    *,
+    file_bytes: int,
+    adapter: str,
+    where: str,
+    file: int = 0,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors in the order in which they lie in the file.
 
     header: the JSON part. file_bytes: the size of the whole file. file: its place among the adapter's weight
-    files. Raises CorruptFile for a header that does not describe exactly this file, UnsupportedDtype, and
-    EmptyAdapter for no tensors or empty ones.
+    files. metadata: what the header must say of the file, where that is asked. Raises CorruptFile for a header that
+    does not describe exactly this file, UnsupportedDtype, and EmptyAdapter for no tensors or empty ones.
     """
 
     with _without_collection():
-        return _parse_header(header, file_bytes=file_bytes, adapter=adapter, where=where, file=file)
+        return _parse_header(
+            header, file_bytes=file_bytes, adapter=adapter, where=where, file=file, wanted=metadata
+        )
 
 
 @contextmanager
@@ -107,7 +118,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _parse_header(
-    header: bytes, *, file_bytes: int, adapter: str, where: str, file: int
+    header: bytes, *, file_bytes: int, adapter: str, where: str, file: int, wanted: Mapping[str, str] | None
 ) -> tuple[TensorEntry, ...]:
     def corrupt(expected: str, found: str) -> AdapterError:
         return CorruptFile(adapter, where, expected, found)
@@ -121,6 +132,8 @@ def _parse_header(
     metadata = fields.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(f"text values in {METADATA_KEY}", "something else")
+    if wanted is not None and metadata != wanted:
+        raise corrupt(f"{METADATA_KEY} {json.dumps(wanted)}", json.dumps(metadata)[:200])
     if not fields:
         raise EmptyAdapter(adapter, where, "at least one tensor", "none")
     start = LENGTH_BYTES + len(header)
@@ -184,12 +197,13 @@ def _is_natural_list(value: object) -> bool:
     return True
 
 
-def format_header(groups: Iterable[TensorGroup]) -> bytes:
+def format_header(groups: Iterable[TensorGroup], metadata: Mapping[str, str] = PLAIN_METADATA) -> bytes:
     """Return the first bytes of a file that holds these tensors in this order: length and JSON.
 
-    Padded with spaces so that the data begins at a multiple of 8, as the safetensors library does.
+    metadata: what it says of itself. Padded with spaces so that the data begins at a multiple of 8, as the safetensors
+    library does.
     """
-    items = [f'"{METADATA_KEY}":{{"format":"pt"}}']
+    items = [f'"{METADATA_KEY}":{json.dumps(metadata, separators=(",", ":"))}']
     place = 0
     for group in groups:
         # Put together here, as only names and offsets differ among tens of thousands of tensors.

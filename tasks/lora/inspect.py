@@ -9,8 +9,9 @@ from pathlib import Path
 from tasks.lora.base import BaseConfig
 from tasks.lora.config import list_refusals, load_adapter_config
 from tasks.lora.decide import RANK_1, PackedTensor, decide_packing
+from tasks.lora.errors import MissingWeights
 from tasks.lora.family import TensorClass
-from tasks.lora.files import AdapterFiles, open_adapter
+from tasks.lora.files import SLOTS_NAME, WEIGHTS_NAME, AdapterFiles, open_adapter
 from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor
 from tasks.lora.packing import PackingDecision, PolicyStatement, ScoresStatement, Source
@@ -87,7 +88,7 @@ def inspect_adapter(
     among its `others`.
     """
     problems = Problems()
-    files = problems.attempt(open_adapter, directory, label=label)
+    files = problems.attempt(_open_source, directory, label=label)
     config = problems.attempt(load_adapter_config, directory, label=label)
     if config is not None:
         for error in list_refusals(config, label):
@@ -238,3 +239,17 @@ def _list_packing_warnings(packing: Iterable[PackingDecision]) -> Iterator[str]:
                 f"{decision.parameter} is read as {reading} ({decision.decided_by}), "
                 f"but {item.source} says {item.says}: {item.detail}"
             )
+
+
+def _open_source(directory: Path, *, label: str) -> AdapterFiles:
+    """Return the folder's tensors. Raises like `open_adapter`, and MissingWeights for what a conversion wrote."""
+    files = open_adapter(directory, label=label)
+    if files.is_slots:
+        raise MissingWeights(
+            label,
+            "its folder",
+            WEIGHTS_NAME,
+            f"{SLOTS_NAME}, which a conversion writes",
+            "Hand in what the trainer saved: these numbers are rounded and scaled for serving.",
+        )
+    return files

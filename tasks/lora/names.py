@@ -221,6 +221,12 @@ def format_served_expert_keys(layer: int, projection: str, factor: Factor, base:
     return [f"{front}{expert}{back}" for expert in range(base.experts)]
 
 
+def format_served_slots_key(layer: int, projection: str, factor: Factor, base: BaseConfig) -> str:
+    """Return what `format_served_key` gives for an expert of one projection, without the expert's number."""
+    path = f"{base.family.served_experts}.{_find_served(base.family, projection)}"
+    return _spell(base.served.decoder, path, layer, factor)
+
+
 def format_served_parameter(layer: int, parameter: str, base: BaseConfig) -> str:
     """Return the name that the engine holds against a config's patterns, without `base_model.model.`.
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tasks.lora.served_rounding import find_rounding
+from tasks.lora.sources import AdapterLayout
+from tasks.lora.target import TargetFormat
+
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.bfloat16}
 """By what the base's config says. Source: vLLM 0.32 config/model.py, _resolve_auto_dtype: float32 is served as the
 first type that the platform supports, bfloat16."""
@@ -35,9 +39,15 @@ class ServingRange:
         return f"{name}, up to {self.largest:.6g}{'' if self.known else ', as the base names no dtype'}"
 
 
-def find_range(named: str | None) -> ServingRange:
-    """Return what the engine can hold of a base whose config.json names this dtype; None is taken for bfloat16."""
-    return ServingRange(_DTYPES.get(named or "", torch.bfloat16), named in _DTYPES)
+def find_range(layout: AdapterLayout, format: TargetFormat) -> ServingRange:
+    """Return what the engine can hold: by the dtype that the base's config.json names; none is taken for bfloat16.
+
+    Slots are written in the dtype that the base is served in, which an operator can have chosen.
+    """
+    named = layout.base.dtype
+    rounding = find_rounding(layout, format)
+    dtype = _DTYPES.get(named or "", torch.bfloat16) if rounding is None else rounding.dtype
+    return ServingRange(dtype, named in _DTYPES or layout.base.engine_dtype is not None)
 
 
 def find_suspects(a: torch.Tensor, b: torch.Tensor, scaling: float, largest: float) -> torch.Tensor:

@@ -26,7 +26,8 @@ from tasks.lora.blocks import (
 from tasks.lora.config import MAX_LORA_RANKS
 from tasks.lora.errors import RankUnsupported, UnsupportedConfig
 from tasks.lora.family import ExpertParameter
-from tasks.lora.header import ITEM_BYTES, TensorSpec, format_header
+from tasks.lora.files import SLOTS_METADATA, SLOTS_NAME, WEIGHTS_NAME
+from tasks.lora.header import ITEM_BYTES, PLAIN_METADATA, TensorSpec, format_header
 from tasks.lora.names import (
     PREFIX,
     ExpertKey,
@@ -39,8 +40,15 @@ from tasks.lora.names import (
     format_served_parameter,
 )
 from tasks.lora.packing import PackingDecision
+from tasks.lora.slots import list_slots_blocks, list_slots_module_blocks
 from tasks.lora.sources import AdapterLayout, SourceForm
 from tasks.lora.target import TargetFormat, TargetModule
+
+_LISTED = {
+    TargetFormat.PER_EXPERT: list_expert_blocks,
+    TargetFormat.STACKED: list_stacked_blocks,
+    TargetFormat.SLOTS: list_slots_blocks,
+}
 
 
 class PlanKind(StrEnum):
@@ -58,7 +66,8 @@ class ConversionPlan:
     As text: each block's tensors, and indented the sources that it is made of: for each, the shape that is taken, from
     which element on and by which strides, and where in the block it is placed, if it does not fill it front to back.
     rank: the largest. pairs: (A, B) pairs of single experts' projections, those of zeros included. dtype: those in use,
-    such as "BF16" or "BF16,F32". modules: what is served, with rank and scaling; the first expert stands for all.
+    such as "BF16" or "BF16,F32"; of slots the one that the base is served in. modules: what is served, with rank and
+    scaling; the first expert stands for all.
     header: the weight file's first bytes, before the blocks. predicted_bytes: the size of the weight file.
     """
 
@@ -79,6 +88,11 @@ class ConversionPlan:
         """Every tensor, in the order of writing."""
         return [tensor for block in self.blocks for tensor in block.group.tensors]
 
+    @property
+    def weights_name(self) -> str:
+        """The name of the weight file."""
+        return SLOTS_NAME if self.format is TargetFormat.SLOTS else WEIGHTS_NAME
+
     def __str__(self) -> str:
         head = (
             f"{self.kind} of {self.adapter}, {self.format}: {len(self.tensors)} tensors, {self.pairs} expert pairs, "
@@ -88,11 +102,13 @@ class ConversionPlan:
 
 
 def plan_conversion(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_EXPERT) -> ConversionPlan:
-    """Return the plan that turns the adapter into the target format, factors of other modules unchanged.
+    """Return the plan that turns the adapter into the target format.
 
+    Factors of other modules stay as they are, but for slots, where all numbers become those that the engine holds.
     layout: with the packing of every stacked parameter decided. Whether the engine serves the format is not asked
     (`require_served`), for other tools may read the output. Raises for a stacked target UnsupportedDtype,
-    UnsupportedConfig and RankUnsupported where gate and up of one expert cannot share a tensor.
+    UnsupportedConfig and RankUnsupported where gate and up of one expert cannot share a tensor; for slots
+    InvalidBaseConfig where the base is served in no known dtype.
     """
     return _plan(layout, format, PlanKind.CONVERSION)
 
@@ -127,7 +143,8 @@ def plan_control(layout: AdapterLayout, format: TargetFormat = TargetFormat.PER_
 def _plan(layout: AdapterLayout, format: TargetFormat, kind: PlanKind) -> ConversionPlan:
     blocks = sorted(_list_blocks(layout, format, kind), key=lambda block: -ITEM_BYTES[block.group.dtype])
     modules = tuple(_list_modules(layout, format))
-    header = format_header(block.group for block in blocks)
+    metadata = SLOTS_METADATA if format is TargetFormat.SLOTS else PLAIN_METADATA
+    header = format_header((block.group for block in blocks), metadata)
     return ConversionPlan(
         adapter=layout.label,
         kind=kind,
@@ -152,19 +169,26 @@ def _reverse(decision: PackingDecision) -> PackingDecision:
 
 
 def _list_blocks(layout: AdapterLayout, format: TargetFormat, kind: PlanKind) -> Iterator[PlannedBlock]:
-    list_parameter = list_expert_blocks if format is TargetFormat.PER_EXPERT else list_stacked_blocks
+    list_parameter = _LISTED[format]
+    list_modules = list_slots_module_blocks if format is TargetFormat.SLOTS else list_module_blocks
     displaced = kind is PlanKind.DISPLACED_EXPERTS
     for layer in range(layout.base.layers):
         if layer in layout.base.sparse_layers:
             for parameter in layout.family.parameters:
                 yield from list_parameter(layout, layer, parameter, displaced=displaced)
-        yield from list_module_blocks(layout, layer)
+        yield from list_modules(layout, layer)
 
 
 def _list_modules(layout: AdapterLayout, format: TargetFormat) -> Iterator[TargetModule]:
+    for module in _list_trained(layout, format):
+        # In slots, B holds the scaling already.
+        yield replace(module, scaling=1.0) if format is TargetFormat.SLOTS else module
+
+
+def _list_trained(layout: AdapterLayout, format: TargetFormat) -> Iterator[TargetModule]:
     for layer in layout.base.sparse_layers:
         for parameter in layout.family.parameters:
-            if format is TargetFormat.PER_EXPERT:
+            if format is not TargetFormat.STACKED:
                 yield from _list_expert_modules(layout, layer, parameter)
             else:
                 yield _find_stacked_module(layout, layer, parameter)
@@ -224,6 +248,8 @@ def _module_name(key: str) -> str:
 def _format_block(block: PlannedBlock) -> str:
     names = block.group.names
     head = f"{names[0]} {block.group.dtype} {block.group.shape}"
+    if block.scaling != 1:
+        head += f" times {block.scaling!r}"
     if len(names) > 1:
         head += f" and {len(names) - 1} more up to {names[-1]}"
     return "\n".join([head, *(map(_format_piece, block.pieces) if block.pieces else ["    zeros"])])

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tasks.lora.delta_errors import PairErrors, name_exchanged
 from tasks.lora.factors import Lines, Part, Room, has_same_bits
 from tasks.lora.names import Factor
-from tasks.lora.probe_products import ProbedFactor, ProbedPair, Probes, judge, multiply_probes
+from tasks.lora.probe_products import PROBES, ProbedFactor, ProbedPair, Probes, judge, multiply_probes
 from tasks.lora.served_factors import ServedFactors
+from tasks.lora.served_rounding import ServedRounding
 from tasks.lora.source_factors import SourceFactors
 
 # Relative to what the components of a delta come to if none cancels another. Sums of a few thousand float32 products
@@ -30,6 +31,8 @@ _SMALL = 1e-25
 # In float64: relative to the source's probed delta, and to the components.
 _EXACT = 1e-9
 _EXACT_COMPONENTS = 1e-13
+# Of a bound that holds for deltas, where only their probes are known: how much longer these can be by chance.
+_CHANCE = 4.0
 # Between the A of two projections that share it.
 _SHARED = 1e-5
 
@@ -63,13 +66,24 @@ class PartProber:
     """Source and output, and the probes that both are held to."""
 
     def __init__(
-        self, source: SourceFactors, served: ServedFactors, probes: Probes, *, block_diagonal: bool
+        self,
+        source: SourceFactors,
+        served: ServedFactors,
+        probes: Probes,
+        *,
+        block_diagonal: bool,
+        rounded: tuple[ServedRounding, SourceFactors] | None = None,
     ) -> None:
-        """block_diagonal: the source's projections have components of their own in a tensor that they share."""
+        """block_diagonal: the source's projections have components of their own in a tensor that they share.
+
+        rounded: where the output holds other numbers than the trainer's: `source` is as they should be then, and here
+        is what was done to the trainer's, and those.
+        """
         self._source = source
         self._served = served
         self._probes = probes
         self._block_diagonal = block_diagonal
+        self._rounded = rounded
         self._rooms = threading.local()
 
     def probe(self, part: Part) -> PartFindings:
@@ -78,7 +92,7 @@ class PartProber:
         if not self._served.has(part):
             found.left_out = True
             return found
-        old, new = self._probe_source(part), self._probe_served(part)
+        old, new = self._probe_source(part, self._source), self._probe_served(part)
         for projection, copies in new.items():
             for copy, pair in enumerate(copies):
                 self._note_nonfinite(found, projection, copy, pair)
@@ -94,14 +108,41 @@ class PartProber:
         if len(old) == len(new) == 2:
             self._note_shared(found, old, new)
             self._note_exchanged(found, old, new)
+        if self._rounded is not None:
+            rounding, exact = self._rounded
+            trained = self._probe_source(part, exact)
+            found.errors = [
+                self._hold_to_trained(part, one, rounding, trained[one.projection], new)
+                if one.projection in trained
+                else one
+                for one in found.errors
+            ]
         return found
 
-    def _probe_source(self, part: Part) -> dict[str, ProbedPair]:
+    def _hold_to_trained(
+        self,
+        part: Part,
+        one: PairErrors,
+        rounding: ServedRounding,
+        old: ProbedPair,
+        new: Mapping[str, list[ProbedPair]],
+    ) -> PairErrors:
+        """Return the errors against the trainer's own deltas; rounding must explain them."""
+        judged = judge(old, new[one.projection][one.copy])
+        a, b = (factor.values.norm(dim=2) for factor in (old.a, old.b))
+        scaling = float(old.scaling)
+        # What is true of lines is true of probed ones, but for chance and the length of a probe.
+        sizes = (PROBES * part.in_size, PROBES * part.out_size)
+        limit = _CHANCE * rounding.bound(a, scaling * b, sizes, scaling) + _EQUAL * judged.components
+        beyond = (judged.difference > limit) & limit.isfinite()
+        return replace(one, errors=judged.errors, differing=one.differing | beyond)
+
+    def _probe_source(self, part: Part, source: SourceFactors) -> dict[str, ProbedPair]:
         room = self._own_room()
-        a, b = (self._multiply(self._source.read(part, factor, room), part, factor) for factor in Factor)
+        a, b = (self._multiply(source.read(part, factor, room), part, factor) for factor in Factor)
         return {
             projection: ProbedPair(a[projection], b[projection], torch.tensor([scaling], dtype=torch.float64))
-            for projection, scaling in self._source.scalings(part).items()
+            for projection, scaling in source.scalings(part).items()
         }
 
     def _probe_served(self, part: Part) -> dict[str, list[ProbedPair]]:

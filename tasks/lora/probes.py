@@ -22,6 +22,7 @@ from tasks.lora.probe_part import THRESHOLD, PartFindings, PartProber
 from tasks.lora.probe_products import PROBES, Probes
 from tasks.lora.rearrange import one_thread
 from tasks.lora.served_factors import ServedFactors
+from tasks.lora.served_rounding import find_rounding
 from tasks.lora.source_factors import SourceFactors
 from tasks.lora.sources import AdapterLayout
 from tasks.lora.target import TargetFormat
@@ -76,11 +77,13 @@ def probe_deltas(
     config = read_adapter_config(converted.directory, label=layout.label)
     parts = list(list_parts(layout))
     with open_tensors(source) as old, open_tensors(converted) as new, one_thread():
+        rounding = find_rounding(layout, format)
         prober = PartProber(
-            SourceFactors(old, layout),
+            SourceFactors(old, layout, rounding),
             ServedFactors(new, converted, config, layout, format),
             Probes(seed, parts),
             block_diagonal=layout.block_diagonal,
+            rounded=None if rounding is None else (rounding, SourceFactors(old, layout)),
         )
         found: list[PartFindings] = []
         for one in map_parts(prober.probe, parts, count_threads(layout)):

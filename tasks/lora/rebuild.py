@@ -1,5 +1,7 @@
 """The converted factors put back into the source's form and held against it, number by number.
 
+Of an output whose numbers are those that the engine holds (slots), the source's are made so first.
+
 Everything is compared as *lines*: line (e, j) of a factor is what component j of expert e contributes, a
 vector over the inputs (A) or the outputs (B). Where a line stands, in the source and in the output, is computed
 here in plain arithmetic, not with the conversion's own views.
@@ -20,8 +22,9 @@ from tasks.lora.layouts import Orientation, Packing
 from tasks.lora.names import Factor, format_served_module_keys
 from tasks.lora.overflow import MOST_OVERFLOWS, ServingRange, find_peak, find_range, find_suspects
 from tasks.lora.rearrange import one_thread
+from tasks.lora.served_rounding import ServedRounding, find_rounding
 from tasks.lora.sources import AdapterLayout, ExpertPair, ModuleTensor, SourceForm
-from tasks.lora.target import TargetFormat
+from tasks.lora.target import TargetFormat, find_served_scaling
 from tasks.lora.tensors import (
     TORCH_DTYPES,
     TensorReader,
@@ -79,7 +82,11 @@ def compare_adapters(
     }
     findings = Findings()
     with open_tensors(source) as old, open_tensors(converted) as new, one_thread():
-        comparison = _Comparison(old, new, usable, layout, format, findings, find_range(layout.base.dtype))
+        comparison = _Comparison(
+            *(old, new, usable, layout, format, findings),
+            range=find_range(layout, format),
+            rounding=find_rounding(layout, format),
+        )
         for done, layer in enumerate(layout.base.sparse_layers, 1):
             for parameter in layout.family.parameters:
                 comparison.compare_parameter(layer, parameter)
@@ -101,6 +108,7 @@ class _Comparison:
     format: TargetFormat
     findings: Findings
     range: ServingRange
+    rounding: ServedRounding | None
 
     def compare_parameter(self, layer: int, parameter: ExpertParameter) -> None:
         groups = {
@@ -132,8 +140,10 @@ class _Comparison:
                 continue
             tensors = [self.new.read_tensor(self.entries[name]) for name in names]
             source = self.old.read_tensor(module.entry)
+            scale = module.scale
+            held = self._round(source, module.key.factor, find_served_scaling(scale.scaling, scale.rank))
             self.findings.compared += 1
-            if not all(torch.equal(bits(tensor), bits(source)) for tensor in tensors):
+            if not all(torch.equal(bits(tensor), bits(held)) for tensor in tensors):
                 self.findings.differing.append(module.entry.name)
             moved.append(bool(self._note_values(names, torch.stack(tensors)).any(dim=1).all()))
             sources.append(source if module.key.factor is Factor.A else source.T)
@@ -147,9 +157,11 @@ class _Comparison:
     ) -> None:
         """Note the experts of a pair that leave the range; only those are multiplied that may."""
         scaling, largest = pair.scale.scaling, self.range.largest
+        # In slots, the output's B is scaled already.
+        missing = scaling if self.rounding is None else 1.0
         suspects = {
             projection: find_suspects(
-                peaks[Factor.A][projection], peaks[Factor.B][projection], scaling, largest
+                peaks[Factor.A][projection], peaks[Factor.B][projection], missing, largest
             )
             for projection in pair.projections
         }
@@ -157,8 +169,7 @@ class _Comparison:
             return
         lines = {}
         for factor in Factor:
-            dtype = TORCH_DTYPES[self._holders(pair, factor)[0].dtype]
-            found = self._read_source_lines(pair, factor).view(dtype)
+            found = self._read_source_lines(pair, factor)
             lines[factor] = dict(self._split(pair, found, parameter, factor))
         names = [entry.name for entry in self._holders(pair, Factor.B)]
         for projection, found in suspects.items():
@@ -178,7 +189,7 @@ class _Comparison:
     def _compare_experts(
         self, groups: list[ServedGroup], parameter: ExpertParameter, pairs: list[ExpertPair], factor: Factor
     ) -> dict[str, torch.Tensor]:
-        """Compare one factor with one tensor per expert; return the peaks of each trained projection."""
+        """Compare one factor with the tensors of single projections; return the peaks of each trained one."""
         lines = {group.projections[0]: self._read_expert_lines(group, factor) for group in groups}
         trained: set[str] = set()
         for pair in pairs:
@@ -193,14 +204,14 @@ class _Comparison:
         for group in groups:
             projection = group.projections[0]
             if projection not in trained:
+                found = bits(lines[projection])
+                each = found if len(group.names) > 1 else found.unsqueeze(0)
                 self.findings.nonzero += [
-                    name
-                    for name, part in zip(group.names, bits(lines[projection]), strict=True)
-                    if bool(part.any())
+                    name for name, part in zip(group.names, each, strict=True) if bool(part.any())
                 ]
-            found = self._note_values(group.names, lines[projection])
+            peak = self._note_values(group.names, lines[projection])
             if projection in trained:
-                peaks[projection] = found
+                peaks[projection] = peak
         return peaks
 
     def _compare_stacked(
@@ -242,7 +253,8 @@ class _Comparison:
     def _compare_source(self, pair: ExpertPair, factor: Factor, rebuilt: torch.Tensor) -> None:
         """Compare (experts, components, positions) of the output with what the source has there."""
         entries = self._holders(pair, factor)
-        found = self._read_source_lines(pair, factor)
+        scaling = find_served_scaling(pair.scale.scaling, self.layout.rank_of(pair))
+        found = bits(self._round(self._read_source_lines(pair, factor), factor, scaling))
         self.findings.compared += len(entries)
         if torch.equal(found, rebuilt):
             return
@@ -255,20 +267,26 @@ class _Comparison:
                 if not torch.equal(old, new)
             ]
 
+    def _round(self, values: torch.Tensor, factor: Factor, scaling: float) -> torch.Tensor:
+        """Return numbers of the source as the output must hold them."""
+        if self.rounding is None:
+            return values
+        return self.rounding.round(values, scaling if factor is Factor.B else 1.0)
+
     def _holders(self, pair: ExpertPair, factor: Factor) -> tuple[TensorEntry, ...]:
         """Return the tensors whose lines are those of the delta's A or B: when swapped, the other factor's."""
         swapped = self.layout.orientation is Orientation.SWAPPED
         return pair.a if (factor is Factor.A) is not swapped else pair.b
 
     def _read_source_lines(self, pair: ExpertPair, factor: Factor) -> torch.Tensor:
-        """Return (experts, components, positions) of the source, as integers.
+        """Return (experts, components, positions) of the source, in its dtype; moved as integers, bit for bit.
 
         Stacked: lora_A has line (e, j) in row e * rank + j; lora_B in a column, j * experts + e when rank-major, e *
         rank + j when grouped by expert. Else expert e's tensor has line j in row j of lora_A and column j of lora_B.
         """
         experts, rank = self.layout.base.experts, pair.rank
         entries = self._holders(pair, factor)
-        rows = entries is pair.a
+        rows, dtype = entries is pair.a, TORCH_DTYPES[entries[0].dtype]
         if self.layout.form is SourceForm.STACKED:
             tensor = bits(self.old.read_tensor(entries[0]))
             expert, component = torch.arange(experts).unsqueeze(1), torch.arange(rank).unsqueeze(0)
@@ -277,17 +295,19 @@ class _Comparison:
             else:
                 places = component * experts + expert
             lines = (tensor if rows else tensor.T.contiguous()).index_select(0, places.flatten())
-            return lines.view(experts, rank, -1)
+            return lines.view(experts, rank, -1).view(dtype)
         if self.layout.form is SourceForm.PER_EXPERT:
             each = [bits(self.old.read_tensor(entry)) for entry in entries]
         else:
             cube = bits(self.old.read_tensor(entries[0]))
             each = [cube[expert if len(cube) > 1 else 0] for expert in range(experts)]
-        return torch.stack([tensor if rows else tensor.T for tensor in each])
+        return torch.stack([tensor if rows else tensor.T for tensor in each]).view(dtype)
 
     def _read_expert_lines(self, group: ServedGroup, factor: Factor) -> torch.Tensor:
-        """Return (experts, rank, positions) of the output's tensors of single experts."""
+        """Return (experts, rank, positions) of the output's tensors of single experts, or of all in one."""
         tensors = [self.new.read_tensor(self.entries[name]) for name in group.names]
+        if self.format is TargetFormat.SLOTS:
+            return tensors[0] if factor is Factor.A else tensors[0].transpose(1, 2).contiguous()
         return torch.stack([tensor if factor is Factor.A else tensor.T for tensor in tensors])
 
     def _read_stacked_lines(self, group: ServedGroup, factor: Factor) -> torch.Tensor:

@@ -20,7 +20,8 @@ class ServedFactors:
     """The factors as the engine takes them from a converted file, with the scalings that its config gives them.
 
     Source: vLLM 0.32 lora/lora_model.py, lora/model_manager.py (_create_merged_loras_inplace) and
-    lora/layers/fused_moe.py: a stacked file is rank_major and standard, gate and up lie in it as in the base.
+    lora/layers/fused_moe.py: a stacked file is rank_major and standard, gate and up lie in it as in the base. A file of
+    the format slots has what the engine stacks of single experts (docs/slots.md).
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ServedFactors:
         self._scaling = ServedScaling(config)
         self._experts = layout.base.experts
         self._stacked = format is TargetFormat.STACKED
+        self._slots = format is TargetFormat.SLOTS
 
     def has(self, part: Part) -> bool:
         """Return whether every tensor of the part is there, in shapes that fit the base and one another."""
@@ -45,6 +47,13 @@ class ServedFactors:
             total = a[0] if a else 0
             fits = total > 0 and total % self._experts == 0
             return fits and (a, b) == ((total, part.in_size), (part.out_size * len(part.projections), total))
+        if self._slots and not part.module:
+            for name in part.slots.values():
+                a, b = (self._find(_name([name], factor)) for factor in Factor)
+                rank, experts = (a[1] if len(a) > 1 else 0), self._experts
+                if (a, b) != ((experts, rank, part.in_size), (experts, part.out_size, rank)):
+                    return False
+            return True
         for modules in part.served.values():
             a, b = (self._find(_name(modules, factor)) for factor in Factor)
             rank = a[0] if a else 0
@@ -65,6 +74,10 @@ class ServedFactors:
             return {part.projections[0]: lines}
         if self._stacked:
             return {projection: [lines] for projection, lines in self._read_stacked(part, factor, room)}
+        if self._slots:
+            return {
+                projection: [self._read_slots(name, factor, room)] for projection, name in part.slots.items()
+            }
         read: dict[str, list[Lines]] = {}
         for projection, modules in part.served.items():
             each = _name(modules, factor)
@@ -84,6 +97,10 @@ class ServedFactors:
 
     def _scale(self, modules: Sequence[str]) -> torch.Tensor:
         return torch.tensor([self._scaling.of(name)[1] for name in modules], dtype=torch.float64)
+
+    def _read_slots(self, module: str, factor: Factor, room: Room) -> Lines:
+        [name] = _name([module], factor)
+        return Lines(read_entry(self._reader, self._entries[name], room), (name,))
 
     def _read_stacked(self, part: Part, factor: Factor, room: Room) -> Iterator[tuple[str, Lines]]:
         [name] = _name([part.stacked], factor)

@@ -20,10 +20,15 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class TargetFormat(StrEnum):
-    """How the output stores the experts: one tensor per expert, or all of a parameter in one."""
+    """How the output stores the experts.
+
+    per-expert: one tensor for each. stacked: all of a parameter in one. slots: all of a projection in one, in the
+    numbers and the order in which the engine's slots hold them (docs/slots.md); served where per-expert is.
+    """
 
     PER_EXPERT = "per-expert"
     STACKED = "stacked"
+    SLOTS = "slots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +109,14 @@ def find_alpha(scaling: float, rank: int) -> float:
     return min(near, key=lambda alpha: (abs(alpha / rank - scaling), len(repr(alpha))))
 
 
+def find_served_scaling(scaling: float, rank: int) -> float:
+    """Return the scaling that the engine computes from a per-expert output's config: alpha / r, see `find_alpha`."""
+    return find_alpha(scaling, rank) / rank
+
+
 def _list_targets(modules: Iterable[TargetModule], format: TargetFormat) -> dict[str, object]:
     """Return the fields that say what is targeted, as last components of names."""
-    if format is TargetFormat.PER_EXPERT:
+    if format is not TargetFormat.STACKED:
         return {"target_modules": sorted({module.name.rpartition(".")[2] for module in modules})}
     parameters, names, stacked = set(), set(), set()
     for module in modules:
