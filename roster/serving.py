@@ -23,6 +23,9 @@ LEGAL_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MOST_SLOTS_ADVISED = 4
 """More adapter slots than this are not advised unasked: each takes engine memory at start, used or not."""
 
+TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""What safetensors, a manifest's `dtype` and the records call a dtype -> what torch, vLLM and engine.json do."""
+
 
 class AdapterFormat(StrEnum):
     """How a converted adapter lies on disk."""

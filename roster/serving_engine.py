@@ -13,6 +13,10 @@ VERIFIED_VLLM = "0.32.0"
 """The vLLM release that everything here was written and measured against."""
 
 
+SLOTS_VERSION = 1
+"""Of the format `slots`, as it is written and loaded."""
+
+
 class EngineInfo(BaseModel):
     """engine.json: what a running vLLM server says of itself, written by our plugin inside it.
 
@@ -26,7 +30,8 @@ class EngineInfo(BaseModel):
     components of those parts. `expert_modules`: full name of a wrapped experts module -> its routed experts.
     `expert_projections`: what the projections of one expert are called, none where stacked experts alone are taken.
     `stacked_experts`: stacked ones are taken. `native_3d`: the class takes them without the mixed format, and then
-    nothing else.
+    nothing else. `slots_version`: of the format `slots`, where our plugin loads such adapters; None where nothing does,
+    as in documents that do not have it.
     """
 
     model_config = ConfigDict(
@@ -63,11 +68,15 @@ class EngineInfo(BaseModel):
     stacked_experts: bool
     cpu_moe_plugin: bool
     plugin_version: str
+    slots_version: int | None = None
 
     @property
     def engine_id(self) -> str:
-        """16 hexadecimal digits over everything here but the served name: equal for engines that score alike."""
-        text = self.model_dump_json(exclude={"served_model"})
+        """16 hexadecimal digits over what can move a score: equal for engines that score alike.
+
+        That is all but the served name, and the format `slots`, whose adapters an engine takes or refuses.
+        """
+        text = self.model_dump_json(exclude={"served_model", "slots_version"})
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

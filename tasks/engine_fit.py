@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roster.serving import AdapterFormat, Manifest, MinimumVllm, smallest_max_lora_rank
-from roster.serving_engine import EngineInfo
+from roster.serving import TORCH_DTYPES, AdapterFormat, Manifest, MinimumVllm, smallest_max_lora_rank
+from roster.serving_engine import SLOTS_VERSION, EngineInfo
 from tasks.errors import EngineTooOld, EngineUnfit
 
 _RESTART = "Restart it with that setting"
@@ -16,13 +16,17 @@ _RESTART = "Restart it with that setting"
 
 @dataclass(frozen=True, slots=True)
 class EngineNeeds:
-    """What one adapter asks of the engine that loads it. label: how messages name the adapter."""
+    """What one adapter asks of the engine that loads it. label: how messages name the adapter.
+
+    dtype: of the file's tensors, as safetensors calls it ("BF16"); it matters for the format `slots` alone.
+    """
 
     label: str
     format: AdapterFormat
     rank: int
     mixed_format: bool
     minimum: MinimumVllm | None
+    dtype: str = ""
 
 
 def needs_of_record(label: str, made: Mapping[str, Any]) -> EngineNeeds:
@@ -37,6 +41,7 @@ def needs_of_record(label: str, made: Mapping[str, Any]) -> EngineNeeds:
         max(int(made["rank"]), int(made["control"]["rank"])),
         bool(made["needs_mixed_format"]),
         None if minimum is None else MinimumVllm.model_validate(minimum),
+        str(made["dtype"]),
     )
 
 
@@ -48,6 +53,7 @@ def needs_of_manifest(manifest: Manifest) -> EngineNeeds:
         manifest.rank,
         manifest.needs_mixed_format,
         manifest.minimum_vllm,
+        manifest.dtype,
     )
 
 
@@ -78,6 +84,8 @@ def check_engine(info: EngineInfo, base: str, served_model: str, needs: Sequence
     for one in needs:
         if one.mixed_format and not info.mixed_moe_lora_format:
             raise _lacks_mixed_format(base, one)
+        if one.format is AdapterFormat.SLOTS:
+            _check_slots(info, base, one)
     largest = max(needs, key=lambda one: one.rank)
     if info.max_lora_rank < largest.rank:
         legal = smallest_max_lora_rank(largest.label, largest.rank)
@@ -108,8 +116,24 @@ def _check_version(info: EngineInfo, base: str, needs: EngineNeeds) -> None:
         raise EngineTooOld(base, adapter, minimum.version, info.vllm_version, minimum.report)
 
 
+def _check_slots(info: EngineInfo, base: str, needs: EngineNeeds) -> None:
+    other = f"have the adapters of this base converted to {AdapterFormat.PER_EXPERT}"
+    if info.slots_version != SLOTS_VERSION:
+        found = "not loaded" if info.slots_version is None else f"version {info.slots_version}"
+        advice = (
+            f"{needs.label} is {needs.format}, which no vLLM takes by itself. Install this release of adapter-roster "
+            f"in the engine's environment (docs/serving.md) and restart it, or {other}"
+        )
+        setting = "the plugin for the format slots"
+        raise EngineUnfit(base, setting, f"version {SLOTS_VERSION}", found, advice)
+    dtype = TORCH_DTYPES.get(needs.dtype, needs.dtype)
+    if info.lora_dtype != dtype:
+        advice = f"{needs.label} holds {dtype}. Restart it with --lora-dtype {dtype}, or {other}"
+        raise EngineUnfit(base, "--lora-dtype", dtype, info.lora_dtype, advice)
+
+
 def _lacks_mixed_format(base: str, needs: EngineNeeds) -> EngineUnfit:
-    other = AdapterFormat.STACKED if needs.format is AdapterFormat.PER_EXPERT else AdapterFormat.PER_EXPERT
+    other = AdapterFormat.PER_EXPERT if needs.format is AdapterFormat.STACKED else AdapterFormat.STACKED
     advice = (
         f"{needs.label} is {needs.format}, which this model class takes in mixed mode only. {_RESTART}, or have the "
         f"adapters of this base converted to {other} (`roster base add {base} --config … --target-format {other}`)"

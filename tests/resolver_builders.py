@@ -39,13 +39,18 @@ def publish_adapter(
     base: str = "tiny",
     is_3d: bool = False,
     control: bool = False,
+    changes: Mapping[str, object] | None = None,
 ) -> Published:
-    """Put the files of a directory and their manifest where the pipeline puts them, the manifest last."""
+    """Put the files of a directory and their manifest where the pipeline puts them, the manifest last.
+
+    changes: what the manifest says besides.
+    """
     files = [sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()]
     digest = directory_digest(files)
     prefix = (control_prefix if control else serving_prefix)(author, digest)
     document = json.loads((REPOSITORY / "docs" / "examples" / "manifest.json").read_text())
     document |= {"author": author, "base": base, "output_digest": digest, "is_3d_lora_weight": is_3d}
+    document |= changes or {}
     document["rank"] = json.loads((folder / "adapter_config.json").read_text())["r"]
     document["files"] = [ServedFile(name=f.name, bytes=f.bytes, sha256=f.sha256).model_dump() for f in files]
     for file in files:

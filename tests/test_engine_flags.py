@@ -85,6 +85,33 @@ def test_a_missing_mixed_flag_is_named_and_the_other_format_beside_it(
     assert rule(error).code is Code.ENGINE_FLAG_MISSING
 
 
+SLOTS = EngineNeeds("cyd/run-3", AdapterFormat.SLOTS, 8, mixed_format=False, minimum=None, dtype="BF16")
+
+
+def test_an_adapter_in_slots_needs_the_plugin_and_its_dtype() -> None:
+    fits = {"slots_version": 1, "lora_dtype": "bfloat16"}
+    check_engine(engine(**fits), BASE, BASE, [PLAIN, SLOTS])
+    check_engine(engine(slots_version=None, lora_dtype="float32"), BASE, BASE, [PLAIN])
+    for version, found in ((None, "not loaded"), (2, "version 2")):
+        said = refused(engine(**fits | {"slots_version": version}), PLAIN, SLOTS)
+        assert f"the plugin for the format slots: expected version 1, found {found}" in str(said)
+        assert "cyd/run-3 is slots" in str(said) and "restart it, or have the adapters" in str(said)
+        assert rule(said).code is Code.ENGINE_FLAG_MISSING
+    said = refused(engine(**fits | {"lora_dtype": "float32"}), PLAIN, SLOTS)
+    assert "--lora-dtype: expected bfloat16, found float32. cyd/run-3 holds bfloat16" in str(said)
+    assert rule(said).code is Code.ENGINE_FLAG_MISSING
+
+
+def test_an_adapter_in_slots_says_so_in_record_and_manifest() -> None:
+    made = {"format": "slots", "rank": 4, "control": {"rank": 5}, "needs_mixed_format": True, "dtype": "F16"}
+    assert needs_of_record("cyd/run-3", made) == EngineNeeds(
+        "cyd/run-3", AdapterFormat.SLOTS, 5, mixed_format=True, minimum=None, dtype="F16"
+    )
+    fields = json.loads((EXAMPLES / "manifest.json").read_text()) | {"format": "slots", "dtype": "F16"}
+    needs = needs_of_manifest(Manifest.model_validate(fields))
+    assert (needs.format, needs.dtype) == (AdapterFormat.SLOTS, "F16")
+
+
 def conversion_of(served: ServedClass, format: TargetFormat) -> dict[str, Any]:
     files = (WrittenFile("adapter_model.safetensors", 12, "00" * 32),)
     return conversion_record(ConvertedFiles(files, 4, 3, 8, "F32", format), served)
@@ -251,6 +278,31 @@ MESSAGES = [
     ),
     # https://github.com/vllm-project/vllm/issues/2847
     ("LoRA rank 48 is greater than max_lora_rank 16.", EngineFlagMissing, "max_lora_rank of this base"),
+    # Of the format slots: our plugin's messages, and what vLLM says of such a folder by itself.
+    (
+        "adapter-roster: bea@2222 is not loaded: experts per projection: expected factors for each expert, found "
+        "--enable-moe-shared-loras. Start the server without that.",
+        EngineFlagMissing,
+        "without --enable-moe-shared-loras",
+    ),
+    (
+        "adapter-roster: bea@2222 is not loaded: experts per projection: expected a server that takes them, found a "
+        "model class that takes stacked experts alone, without mixed mode. Start the server with "
+        "--enable-mixed-moe-lora-format.",
+        EngineFlagMissing,
+        "--target-format stacked",
+    ),
+    (
+        "adapter-roster: bea@2222 is not loaded: the LoRA dtype: expected the server's, float32, found bfloat16 in the "
+        "file. Start the server with --lora-dtype bfloat16, or convert the adapter for float32.",
+        EngineFlagMissing,
+        "--lora-dtype",
+    ),
+    (
+        "/adapters/2222 doesn't contain tensors",
+        EngineUnsupported,
+        "Install adapter-roster in its environment",
+    ),
     ("LoRA is not enabled. Use --enable-lora to enable LoRA.", EngineFlagMissing, "--enable-lora"),
     # https://github.com/vllm-project/vllm-omni/issues/5169, https://github.com/vllm-project/vllm/pull/47088
     (

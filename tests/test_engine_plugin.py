@@ -35,6 +35,14 @@ def test_engine_json_round_trips(info: EngineInfo) -> None:
     assert info.plugin_version == PLUGIN_VERSION and info.vllm_version == PINNED_VLLM
 
 
+def test_an_engine_json_of_before_has_no_slots_and_the_same_id(info: EngineInfo) -> None:
+    document = json.loads(EXAMPLE.read_text())
+    del document["slots_version"]
+    before = EngineInfo.model_validate(document)
+    assert (info.slots_version, before.slots_version) == (1, None)
+    assert before.engine_id == info.engine_id
+
+
 def test_engine_json_refuses_what_we_did_not_write() -> None:
     document = json.loads(EXAMPLE.read_text())
     for change in ({"surprise": 1}, {"schema": 2}, {"distribution": "vllm-tpu"}):

@@ -422,6 +422,16 @@ def test_a_form_that_roster_and_manifest_tell_otherwise_is_not_loaded(
             ServerLimits(64, mixed_format=False),
             "--enable-mixed-moe-lora-format,.* without it",
         ),
+        (
+            {"format": "slots", "dtype": "BF16"},
+            ServerLimits(64, mixed_format=True),
+            "adapter_roster_slots .*without it",
+        ),
+        (
+            {"format": "slots", "dtype": "BF16"},
+            ServerLimits(64, mixed_format=True, slots_dtype="float32"),
+            "--lora-dtype bfloat16,.* with float32",
+        ),
     ],
 )
 def test_what_the_server_was_not_started_for_is_named(
@@ -441,7 +451,9 @@ def test_what_the_server_was_not_started_for_is_named(
         with pytest.raises(refusals.ServerLacks, match=f"{ada.version}.*{says}.*vllm-args") as caught:
             server.ask(name)
     assert caught.value.status == 400 and server.loads == 0 and adapters(server) == set()
-    fits = Server(store, tmp_path / "cache", limits=ServerLimits(64, mixed_format=True))
+    fits = Server(
+        store, tmp_path / "cache", limits=ServerLimits(64, mixed_format=True, slots_dtype="bfloat16")
+    )
     assert fits.ask("ada") == ada.version
 
 

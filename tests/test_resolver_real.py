@@ -24,6 +24,7 @@ from engine_builders import RunningEngine, json_from_engine, running_engine
 from family_builders import merged, prompts, save_adapter, save_base, token_logprobs
 from family_models import VOCAB
 from resolver_builders import Published, Publisher, publish_adapter
+from slots_builders import save_slots
 from store_builders import SeaweedFS, start_seaweedfs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -293,6 +294,16 @@ def test_held_unknown_and_other_bases_authors_are_refused(world: World) -> None:
     for route, body in (("chat/completions", chat), ("responses", {"model": "ada", "input": "w5"})):
         answer = httpx.post(f"{world.engine.url}/v1/{route}", json=body, timeout=60, trust_env=False)
         assert answer.status_code == 404, (route, answer.text)
+
+
+def test_an_author_in_slots_is_served_by_name(world: World) -> None:
+    """The same adapter as FIRST, whose experts lie as vLLM's slots hold them."""
+    folder = save_slots(world.folders[FIRST], world.folders[FIRST].with_name("fay-slots"))
+    fay = publish_adapter(world.publisher.store, "fay", folder, changes={"format": "slots", "dtype": "F32"})
+    world.publisher.publish(fay)
+    until(lambda: world.ask("fay").status_code == 200)
+    assert world.answered_by("fay") == fay.version
+    assert world.gap("fay", FIRST) < 1e-4 < 0.1 < world.gap("fay", ())
 
 
 def test_candidates_are_served_by_version(world: World) -> None:

@@ -19,7 +19,7 @@ from roster.engine_plugin.popularity import Popularity
 from roster.engine_plugin.refusals import NoRosterYet, NotFetched, NotIntact, NotServed, Refusal, ServerLacks
 from roster.engine_plugin.roster_source import RosterSource
 from roster.engine_plugin.versions import Version, parse_version, roster_version
-from roster.serving import Manifest, RosterAuthor, smallest_max_lora_rank
+from roster.serving import TORCH_DTYPES, AdapterFormat, Manifest, RosterAuthor, smallest_max_lora_rank
 
 QUIET_S = 2.0
 """An adapter counts as used for so long after its last request ended: vLLM may hear of an abort a moment late."""
@@ -43,10 +43,14 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server was started for: --max-lora-rank, and whether with --enable-mixed-moe-lora-format."""
+    """What a server was started for: --max-lora-rank, and whether with --enable-mixed-moe-lora-format.
+
+    slots_dtype: of adapters in the format `slots`, as torch calls it; None where no plugin loads such adapters.
+    """
 
     max_lora_rank: int
     mixed_format: bool
+    slots_dtype: str | None = None
 
 
 @dataclass(slots=True)
@@ -343,3 +347,10 @@ def _check_limits(name: str, limits: ServerLimits, manifest: Manifest) -> None:
         raise ServerLacks(name, f"--max-lora-rank {legal}", f"with {limits.max_lora_rank}")
     if manifest.needs_mixed_format and not limits.mixed_format:
         raise ServerLacks(name, "--enable-mixed-moe-lora-format", "without it")
+    if manifest.format is not AdapterFormat.SLOTS:
+        return
+    if limits.slots_dtype is None:
+        raise ServerLacks(name, "the plugin adapter_roster_slots (see VLLM_PLUGINS)", "without it")
+    dtype = TORCH_DTYPES.get(manifest.dtype, manifest.dtype)
+    if dtype != limits.slots_dtype:
+        raise ServerLacks(name, f"--lora-dtype {dtype}", f"with {limits.slots_dtype}")

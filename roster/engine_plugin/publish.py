@@ -10,13 +10,13 @@ import logging
 from importlib import metadata
 from typing import Any, Literal
 
-from roster.engine_plugin import cpu_moe
+from roster.engine_plugin import cpu_moe, slots
 from roster.engine_plugin.errors import PluginMissingError, PublishSettingsError
 from roster.engine_plugin.files import replace_file
 from roster.engine_plugin.lora_names import list_experts, list_ineffective, list_packed
 from roster.engine_plugin.routers import connect_routers
 from roster.engine_plugin.settings import PLUGIN_VERSION, PUBLISHED_LOG_LINE, PluginSettings
-from roster.serving_engine import EngineInfo
+from roster.serving_engine import SLOTS_VERSION, EngineInfo
 
 _WRAPPED = "_adapter_roster_publishes"
 
@@ -87,6 +87,7 @@ def describe_engine(manager: Any, vllm_config: Any) -> EngineInfo:
         stacked_experts=experts.stacked,
         cpu_moe_plugin=cpu_moe_plugin,
         plugin_version=PLUGIN_VERSION,
+        slots_version=SLOTS_VERSION if slots.is_active() else None,
     )
 
 

@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver
 
+from roster.engine_plugin import slots
 from roster.engine_plugin.author_serving import AuthorServing, ServerLimits
 from roster.engine_plugin.cache import AdapterCache
 from roster.engine_plugin.errors import ResolverSettingsError, RosterUnattendedError
@@ -133,7 +134,11 @@ def follow_roster(models: Any, settings: PluginSettings) -> RosterServing:
         Popularity(folder / f"requests-{base}.json"),
         models.lora_requests,
         models.engine_client.remove_lora,
-        limits=ServerLimits(lora.max_lora_rank, bool(lora.enable_mixed_moe_lora_format)),
+        limits=ServerLimits(
+            lora.max_lora_rank,
+            bool(lora.enable_mixed_moe_lora_format),
+            str(lora.lora_dtype).removeprefix("torch.") if slots.is_active() else None,
+        ),
         limit_bytes=settings.cache_bytes,
         candidates=settings.candidates,
         warm=settings.warm,

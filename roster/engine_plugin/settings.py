@@ -26,6 +26,15 @@ PUBLISHED_LOG_LINE = "adapter-roster: engine.json published"
 SERVING_LOG_LINE = "adapter-roster: serving authors by name"
 """Logged once by the API server's process, when the resolver took hold."""
 
+SLOTS_LOG_LINE = "adapter-roster: adapters of the format slots are loaded"
+"""Logged by each vLLM process that loads them as they are."""
+
+SLOTS_SPLIT_LOG_LINE = (
+    "adapter-roster: vLLM {} is none that the plugin for the format slots was written for: such adapters are split "
+    "into single experts while they are loaded, which takes longer"
+)
+"""Logged by each vLLM process that splits them."""
+
 
 class PluginSettings(BaseSettings):
     """Where engine.json goes, and how authors are served by name (`ADAPTER_ROSTER_…` variables).

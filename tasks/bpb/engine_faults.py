@@ -50,6 +50,32 @@ FAULTS = (
         cause="this model class takes per-expert adapters in mixed mode only",
         advice=_MIXED_FORMAT.format(other="stacked"),
     ),
+    # Of the format `slots`. Source: roster/engine_plugin/slots_layout.py; vllm/lora/lora_model.py
+    # `from_local_checkpoint` ("doesn't contain tensors"), which our plugin is wrapped around, vLLM 0.32.0.
+    EngineFault(
+        says=r"is not loaded: experts per projection: expected .*--enable-moe-shared-loras",
+        lack=Lack.SETTING,
+        cause="it was started for adapters that share factors between experts, and takes no others",
+        advice="Start it without --enable-moe-shared-loras",
+    ),
+    EngineFault(
+        says=r"is not loaded: experts per projection: expected",
+        lack=Lack.SETTING,
+        cause="this model class takes adapters in the format slots in mixed mode only",
+        advice=_MIXED_FORMAT.format(other="stacked"),
+    ),
+    EngineFault(
+        says=r"is not loaded: the LoRA dtype: expected",
+        lack=Lack.SETTING,
+        cause="its LoRA dtype is another than this adapter's, which was converted for one",
+        advice="Start it with the --lora-dtype that the message names",
+    ),
+    EngineFault(
+        says=r"doesn't contain tensors",
+        lack=Lack.ABILITY,
+        cause="it finds no weights that it knows; of the format slots it knows nothing without our plugin",
+        advice="Install adapter-roster in its environment, and let VLLM_PLUGINS name adapter_roster_slots if it is set",
+    ),
     # Source: vllm/lora/peft_helper.py `validate_legal`, vLLM 0.32.0; vllm-project/vllm#2847.
     EngineFault(
         says=r"LoRA rank \d+ is greater than max_lora_rank",
