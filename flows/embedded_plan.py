@@ -288,6 +288,9 @@ def _shared_environment(
         # Kept in memory, as is Prefect's default, leases are lost when the server is restarted, and their slots stay
         # taken for ever (PrefectHQ/prefect#17415).
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # Who waits for an engine's lease asks again after this long. By Prefect's own rule it is up to 39 seconds, the
+        # longer leases are held the longer, and the engine may stand idle meanwhile.
+        "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
         # To wait is normal here, and naming a backlog Late again and again locks SQLite against the runs themselves
         # ("database is locked" hundreds of times with 80 that waited, never without).
         "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
@@ -295,6 +298,9 @@ def _shared_environment(
         "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_WORKER_QUERY_SECONDS": "0.5",
+        # The server is of this installation, and asks for no such tokens: six requests of each run less.
+        "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+        "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "NO_COLOR": "1",
         "PYTHONUNBUFFERED": "1",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import runpy
 import shlex
@@ -27,6 +28,19 @@ from flows.deploy import POOL
 from flows.fork_server import ForkServer, Request, end_with
 from flows.guard import SIGNAL_STATUS, STOP_SIGNALS
 from flows.settings import connect_prefect, load_settings, take_environment
+
+LATE = (
+    "anyio._backends._asyncio",
+    "numpy.ma",
+    "numpy.random",
+    "prefect._internal.observers",
+    "prefect._internal.pytz",
+    "prefect.task_engine",
+    "prefect.utilities.visualization",
+    "rich._emoji_codes",
+    "tasks.lora.survey",
+)
+"""What the flows do not import, but every run does, when it first needs it; each fork would anew."""
 
 
 def become(request: Request) -> None:
@@ -57,7 +71,12 @@ def import_flows() -> None:
     import flows.onboard
     import flows.sweep
     import flows.sync  # noqa: F401
+    from storage.s3 import S3Store
 
+    for name in LATE:
+        importlib.import_module(name)
+    # Nothing is asked of it; what boto3 reads to make a client stays in memory.
+    S3Store.open(endpoint="http://127.0.0.1:9", bucket="none", region="none", access_key="", secret_key="")
     gc.collect()
     gc.freeze()
 

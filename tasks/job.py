@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -152,7 +153,7 @@ def run_step(
     ):
         job.log.info("%s: %s was finished before (%s), skipped", job.label, kind.value, known.outcome.value)
         return _continue_or_end(known)
-    started = utc_now()
+    started, begun = utc_now(), time.monotonic()
     job.log.info("%s: %s …", job.label, kind.value)
 
     def ended(result: Result) -> Step:
@@ -160,6 +161,7 @@ def run_step(
 
     try:
         step = ended(work())
+        took = time.monotonic() - begun
     except Exception as error:
         ruled = _ruled(job, error)
         if ruled is None:
@@ -170,7 +172,9 @@ def run_step(
         step = _append(job, ended(Result(rule(ruled).outcome, refusal(ruled))))
         job.log.warning("%s: %s %s: %s", job.label, kind.value, step.outcome.value, ruled)
         raise StepEnded(step) from error
-    return _continue_or_end(_append(job, step))
+    _append(job, step)
+    job.log.info("%s: %s %s after %.3f s", job.label, kind.value, step.outcome.value, took)
+    return _continue_or_end(step)
 
 
 def _ruled(job: Job, error: Exception) -> Exception | None:

@@ -309,6 +309,9 @@ def test_the_plan_waits_in_the_right_order_and_keeps_the_users_own_settings_out(
     assert worker.env["ROSTER_FLOOR_BPB"] == "0.01"
     assert worker.env["ROSTER_STORE_SECRET_KEY"] == "secret"
     assert worker.env["PREFECT_API_URL"] == f"http://127.0.0.1:{ports['prefect']}/api"
+    # Runs do not ask for tokens of a server that wants none.
+    assert worker.env["PREFECT_CLIENT_CSRF_SUPPORT_ENABLED"] == "false"
+    assert "PREFECT_SERVER_CSRF_PROTECTION_ENABLED" not in worker.env
     assert worker.env["NO_PROXY"] == "intranet,127.0.0.1,localhost"
     assert not {"VLLM_PLUGINS", "PYTHONPATH"} & set(engine.env)
     assert engine.env["ADAPTER_ROSTER_ENGINE_BASE"] == "tiny"

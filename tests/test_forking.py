@@ -191,6 +191,28 @@ def test_only_this_worker_starts_its_runs_by_forks() -> None:
         assert configuration.command == expected
 
 
+LATE = """
+import os, sys
+import flows.forking as forking
+late, forking.LATE = forking.LATE, ()
+forking.import_flows()
+before, threads = set(sys.modules), len(os.listdir("/proc/self/task"))
+print(*(name for name in late if name in before))
+forking.LATE = late
+forking.import_flows()
+print(len(set(sys.modules) - before), len(os.listdir("/proc/self/task")) - threads)
+"""
+
+
+def test_what_every_run_imports_late_is_there_before_the_fork() -> None:
+    """Each of them brings something that the flows do not; none of them starts a thread."""
+    ran = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True, check=True)
+    already, counts = ran.stdout.splitlines()
+    modules, threads = map(int, counts.split())
+    assert (already, threads) == ("", 0)
+    assert modules > 60
+
+
 @pytest.mark.parametrize(("warm", "module"), [(True, "flows.forking"), (False, "prefect")])
 def test_the_embedded_services_start_it(tmp_path: Path, warm: bool, module: str) -> None:
     config = EmbeddedConfig(home=tmp_path, engine_python=tmp_path, warm_worker=warm)

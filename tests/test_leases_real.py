@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -60,15 +61,33 @@ def holding(environment: Mapping[str, str]) -> Iterator[None]:
             holder.kill()
 
 
-def test_a_lease_outlives_the_server_and_ends_after_its_holder(tmp_path: Path) -> None:
-    """With leases in the server's memory the slot stayed taken for ever: PrefectHQ/prefect#17415."""
-    config = EmbeddedConfig(home=tmp_path, engine_python=Path(sys.executable))
+def plan_server(home: Path) -> ChildSpec:
+    config = EmbeddedConfig(home=home, engine_python=Path(sys.executable))
     ports = pick_ports(port_names(config), {})
     store = store_service(config, ports, "key", "secret")
     planned = plan_children(config, ports, store, base_environment(), "worker-1")
     [child] = [one for one in planned if one.name == PREFECT]
     child.cwd.mkdir(exist_ok=True, parents=True)
     child.log.parent.mkdir(exist_ok=True, parents=True)
+    return child
+
+
+def test_who_waits_for_an_engine_is_told_to_ask_again_soon(tmp_path: Path) -> None:
+    """Prefect's own rule is how long leases were held, times who was turned away: the engine stood idle meanwhile."""
+    child = plan_server(tmp_path)
+    taken = {"name": "engine-busy", "limit": 1, "active_slots": 1, "denied_slots": 100}
+    asked = {"names": ["engine-busy"], "slots": 1, "lease_duration": 60}
+    with serving(child), httpx.Client(base_url=child.env["PREFECT_API_URL"]) as prefect:
+        limits = "/v2/concurrency_limits/"
+        prefect.post(limits, json=taken).raise_for_status()
+        answers = [prefect.post(f"{limits}increment-with-lease", json=asked) for _ in range(5)]
+    assert {answer.status_code for answer in answers} == {httpx.codes.LOCKED}
+    assert all(0 < float(answer.headers["Retry-After"]) <= 1.3 for answer in answers)
+
+
+def test_a_lease_outlives_the_server_and_ends_after_its_holder(tmp_path: Path) -> None:
+    """With leases in the server's memory the slot stayed taken for ever: PrefectHQ/prefect#17415."""
+    child = plan_server(tmp_path)
     with temporary_settings({PREFECT_API_URL: child.env["PREFECT_API_URL"]}):
         with serving(child), holding(child.env), pytest.raises(LeaseNotGranted), engine_lease("leased", 1):
             pass

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pipeline_builders import Desk
 
+import tasks.conversion
+import tasks.job
 import tasks.progress
+from tasks.lora.convert import convert_adapter
 from tasks.progress import Counted, ProgressLines
 
 
@@ -78,3 +85,32 @@ def test_every_long_step_of_a_run_tells(
     shutil.rmtree(desk.settings.work_path)
     desk.run("alder", rescore=True)
     assert any("downloading serving/alder/" in line and "%)" in line for line in caplog.messages)
+
+
+def test_every_step_tells_how_long_its_work_took(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In fractions of a second, which the ledger does not keep, and once it is on the record."""
+    caplog.set_level(logging.INFO)
+    passed = {"slow": 0.0}
+
+    def slowly(*given: Any, **more: Any) -> Any:
+        passed["slow"] += 2.25  # own and control: twice
+        return convert_adapter(*given, **more)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed["slow"])
+    monkeypatch.setattr(tasks.job, "time", clock)
+    monkeypatch.setattr(tasks.conversion, "convert_adapter", slowly)
+    assert desk.ready("alder").name == "Ready"
+    told = re.compile(r"alder/run-1: (\w+) (\w+) after (\d+\.\d{3}) s")
+    took = {
+        found[1]: (found[2], float(found[3])) for line in caplog.messages if (found := told.fullmatch(line))
+    }
+    kinds = ("inspected", "converted", "checked", "staged", "opponents", "scored", "verdict")
+    assert [*took] == [*kinds]
+    assert {kind for kind, (outcome, _) in took.items() if outcome != "done"} == {"verdict"}
+    assert took["verdict"][0] == "ready"
+    assert took["converted"][1] >= 4.5 > took["inspected"][1]
+    caplog.clear()
+    desk.run("alder")
+    assert not any(map(told.fullmatch, caplog.messages)), "nothing was done"
