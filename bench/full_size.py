@@ -33,23 +33,27 @@ _CONFIG_FIELDS = {
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     "lora_B_layout": "rank_major",
 }
-_SHAPES = {
-    "experts.base_layer.lora_A": (EXPERTS * RANK, HIDDEN),
-    "experts.base_layer.lora_B": (2 * INTER, EXPERTS * RANK),
-    "experts.lora_A": (EXPERTS * RANK, INTER),
-    "experts.lora_B": (HIDDEN, EXPERTS * RANK),
-}
 
 
-def write_full_size(folder: Path) -> None:
-    """Write base.json and an adapter of 1.29 GB, bfloat16, rank_major and standard, without holding it in memory."""
+def write_full_size(folder: Path, layers: int = LAYERS, experts: int = EXPERTS) -> None:
+    """Write base.json and an adapter, bfloat16, rank_major and standard, without holding it in memory.
+
+    Of the published size, which is 1.26 GB, unless told another number of layers or experts.
+    """
+    shapes = {
+        "experts.base_layer.lora_A": (experts * RANK, HIDDEN),
+        "experts.base_layer.lora_B": (2 * INTER, experts * RANK),
+        "experts.lora_A": (experts * RANK, INTER),
+        "experts.lora_B": (HIDDEN, experts * RANK),
+    }
+    sizes = {"num_hidden_layers": layers, "num_experts": experts}
     folder.mkdir(parents=True)
-    (folder / "base.json").write_text(json.dumps(BASE_FIELDS))
+    (folder / "base.json").write_text(json.dumps(BASE_FIELDS | sizes))
     (folder / "adapter_config.json").write_text(json.dumps(_CONFIG_FIELDS))
     fields: dict[str, object] = {}
     place = 0
-    for layer in range(LAYERS):
-        for name, (rows, columns) in _SHAPES.items():
+    for layer in range(layers):
+        for name, (rows, columns) in shapes.items():
             end = place + 2 * rows * columns
             fields[f"base_model.model.model.layers.{layer}.mlp.{name}.weight"] = {
                 "dtype": "BF16",
@@ -61,7 +65,7 @@ def write_full_size(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with (folder / "adapter_model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for _ in range(LAYERS):
-            for shape in _SHAPES.values():
+        for _ in range(layers):
+            for shape in shapes.values():
                 values = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
                 file.write(values.view(torch.uint8).numpy().data)

@@ -18,9 +18,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
+    LogFilter,
+    LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, StateType
-from prefect.client.schemas.sorting import FlowRunSort
+from prefect.client.schemas.sorting import FlowRunSort, LogSort
 from prefect.deployments import run_deployment
 from prefect.events import DeploymentEventTrigger, Event, Resource, get_events_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -133,6 +135,21 @@ def read_run(run: UUID) -> FlowRun:
     """The run as the server knows it now."""
     with get_client(sync_client=True) as client:
         return client.read_flow_run(run)
+
+
+def read_taken(run: UUID) -> datetime:
+    """When a worker first took this run: it is Pending from then on."""
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(run)
+    return min(state.timestamp for state in states if state.is_pending())
+
+
+def read_log(run: UUID) -> list[tuple[datetime, str]]:
+    """The run's first lines of log, up to 200, each with its time."""
+    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run]))
+    with get_client(sync_client=True) as client:
+        logs = client.read_logs(wanted, limit=_PAGE, sort=LogSort.TIMESTAMP_ASC)
+    return [(log.timestamp, log.message) for log in logs]
 
 
 def has_ended(run: UUID) -> bool:
