@@ -15,7 +15,7 @@ from storage.errors import ClaimLost, StoreNotTrusted, StoreUnavailable
 from storage.keys import author_record_key
 from storage.ledger import TERMINAL, Outcome, Step, StepKind
 from tasks.arbitration import settle
-from tasks.conversion import convert, inspect
+from tasks.conversion import convert, drop_source, inspect
 from tasks.intake import (
     AdapterBusy,
     AdapterStopped,
@@ -143,7 +143,10 @@ def walk(job: Job) -> Walk:
     finally:
         if early is not None:
             early.stop()
-    if converted is not None and ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL:
+    judged = ending.kind is StepKind.VERDICT and ending.outcome in TERMINAL
+    if checked is not None or judged or ending.result.get("code") == Code.DISK_FULL.value:
+        drop_source(job)
+    if converted is not None and judged:
         unstage_control(job, converted)
     return Walk(inspected, checked, ending)
 

@@ -166,8 +166,9 @@ def ensure_converted(job: Job, inspected: Step, converted: Step) -> tuple[Path, 
 
 
 def _fetch_source(job: Job) -> Path:
-    source = job.disk.folder() / "source"
-    if not source.is_dir():
+    """The upload's files on this disk, which a run that died or stopped before its check was done has left there."""
+    source = _source_path(job)
+    if not job.disk.hold(source):
         # The adapter is converted twice, and neither copy is smaller than what was uploaded.
         own = sum(file.digest.bytes for file in job.upload.adapter_files)
         job.disk.require(3 * own, job.label)
@@ -176,8 +177,22 @@ def _fetch_source(job: Job) -> Path:
             download_upload(job.store, job.upload, part, job.progress("downloading", Counted.BYTES))
         except ObjectNotFound as error:
             raise SourceGone(job.label, error.key) from error
-        part.rename(source)
+        job.disk.share(part, source)
     return source
+
+
+def drop_source(job: Job) -> None:
+    """Take the upload's files off this disk: nothing reads them any more."""
+    job.disk.drop(_source_path(job))
+
+
+def _source_path(job: Job) -> Path:
+    return job.limits.work_path / "sources" / job.upload.adapter_digest
+
+
+def target_format(job: Job) -> TargetFormat:
+    """The form in which adapters of this base are served."""
+    return TargetFormat(job.base.document.target_format.value)
 
 
 def read_job_base(job: Job) -> BaseConfig:
@@ -187,11 +202,6 @@ def read_job_base(job: Job) -> BaseConfig:
     """
     dtype = job.base.document.engine.dtype
     return read_base_config(job.base.config, label=f"base {job.base.name}", engine_dtype=dtype)
-
-
-def target_format(job: Job) -> TargetFormat:
-    """The form in which adapters of this base are served."""
-    return TargetFormat(job.base.document.target_format.value)
 
 
 def _convert_both(job: Job, inspected: Step) -> tuple[Inspection, Converted, Converted, PlanKind]:

@@ -1,4 +1,5 @@
-"""This worker's disk: a folder of each run's own, and the converted adapters that the runs of a machine share.
+"""This worker's disk: a folder of each run's own, and what the runs of a machine share: converted
+adapters, and uploads that a retry may ask for.
 
 A file lock on each folder says that a run uses it. The kernel lets go of a lock when its process ends, however it
 ends, so whatever is not locked may be removed by anyone. The disk must be a local one: folders on a network file
@@ -54,7 +55,7 @@ class RunDisk:
         folder = self.folder()
         if shutil.disk_usage(folder).free >= needed + RESERVE_BYTES:
             return
-        trim_folders(list(self._work.glob("served/*/*/*")), keep=0)
+        trim_folders([*self._work.glob("sources/*"), *self._work.glob("served/*/*/*")], keep=0)
         free = shutil.disk_usage(folder).free
         if free < needed + RESERVE_BYTES:
             expected = f"{_gigabytes(needed + RESERVE_BYTES)} free ({_gigabytes(RESERVE_BYTES)} as a reserve)"

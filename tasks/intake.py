@@ -48,6 +48,8 @@ from tasks.outcomes import Code, rule
 RESCORED = frozenset({StepKind.OPPONENTS, StepKind.SCORED, StepKind.VERDICT})
 # Converted adapters that stay on a worker's disk when a run ends, for each base.
 _KEPT = 16
+# Uploads that do, of runs that were killed or stopped before their check was done.
+_KEPT_SOURCES = 2
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
@@ -263,6 +265,7 @@ def claimed_job(
     finally:
         disk.close()
         trim_folders(list((limits.work_path / "served" / marker.base).glob("*/*")), _KEPT)
+        trim_folders(list((limits.work_path / "sources").glob("*")), _KEPT_SOURCES)
         _release(ledger, label, log)
 
 

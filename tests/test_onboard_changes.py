@@ -21,7 +21,10 @@ from pipeline_builders import (
     qualify_on_paper,
     spoil_by_removing_a_factor,
 )
+from store_builders import with_faults
 
+import flows.onboard
+import tasks.conversion
 from roster.serving_engine import EngineInfo
 from storage.claims import LedgerHandle, open_ledger
 from storage.documents import read_document
@@ -245,6 +248,37 @@ def test_the_disk_is_trimmed_whatever_becomes_of_the_run(desk: Desk, monkeypatch
         assert desk.ready(author).name == "Stopped: engine_unverified"
     kept = list((desk.settings.work_path / "served").glob("*/*/*"))
     assert len(kept) == 3 and sum("cedar" in str(path) for path in kept) == 2
+
+
+def test_a_retry_on_the_same_worker_fetches_nothing_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.3 GB for each try of an adapter of the published size."""
+    fetched: list[str] = []
+    real = desk.store._client.get_object
+
+    def get(**call: Any) -> Any:
+        if call["Key"].startswith("uploads/") and call["Key"].endswith(".safetensors"):
+            fetched.append(call["Key"])
+        return real(**call)
+
+    store = with_faults(desk.store, get_object=get)
+    monkeypatch.setattr(flows.onboard, "open_store", lambda settings: store)
+    sources = desk.settings.work_path / "sources"
+    convert_adapter = tasks.conversion.convert_adapter
+
+    def fail(*_: Any) -> Any:
+        raise StoreUnavailable("put", "k", "it is down")
+
+    monkeypatch.setattr("tasks.conversion.convert_adapter", fail)
+    assert desk.ready("elm").name == "Stopped: store_unavailable"
+    digest = desk.ledger("elm").adapter_digest
+    assert [path.name for path in sources.iterdir()] == [digest]
+    assert desk.run("elm").name == "Stopped: store_unavailable"
+    monkeypatch.setattr("tasks.conversion.convert_adapter", convert_adapter)
+    assert desk.run("elm").name == "Ready"
+    assert fetched == ["uploads/elm/run-1/adapter_model.safetensors"]
+    assert list(sources.iterdir()) == [], "nothing reads it any more"
 
 
 def test_a_retry_of_the_same_flow_run_is_another_holder(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
