@@ -60,6 +60,17 @@ def prefect_server() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def deployed(prefect_server: None) -> None:
+    """A real Prefect server that has our deployments, and no worker."""
+    import flows.connect
+    from flows.deploy import deploy
+
+    with memory_store() as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.connect, "open_store", lambda settings: store)
+        deploy()
+
+
 @pytest.fixture
 def prefect_desk(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """A pipeline on one desk, its flow runs by Prefect: see pipeline_builders.Desk."""

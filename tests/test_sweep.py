@@ -25,7 +25,6 @@ import flows.asking
 import flows.connect
 import flows.sweep
 from flows.asking import Asked, bring_forward, list_asked, request_onboard, request_sync
-from flows.deploy import deploy
 from flows.events import announce_upload
 from flows.settings import Settings
 from flows.sweep import sweep
@@ -42,14 +41,6 @@ from tasks.sweeping import Due, Swept, list_due
 
 LATER = timedelta(minutes=5)
 LOG = logging.getLogger(__name__)
-
-
-@pytest.fixture(scope="module")
-def deployed(prefect_server: None) -> None:
-    """A real Prefect server that has our deployments, and no worker."""
-    with memory_store() as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows.connect, "open_store", lambda settings: store)
-        deploy()
 
 
 @pytest.fixture

@@ -16,21 +16,12 @@ from store_builders import DIGEST, make_submission, memory_store
 
 import flows.connect
 import flows.tidying
-from flows.deploy import deploy
 from flows.tidying import mark_dead
 from storage.claims import open_ledger
 from storage.s3 import S3Store
 
 pytestmark = pytest.mark.real
 LOG = logging.getLogger(__name__)
-
-
-@pytest.fixture(scope="module")
-def deployed(prefect_server: None) -> None:
-    """A real Prefect server that has our deployments, and no worker."""
-    with memory_store() as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows.connect, "open_store", lambda settings: store)
-        deploy()
 
 
 @pytest.fixture
