@@ -415,7 +415,7 @@ def test_config_is_read_by_an_older_peft(tmp_path: Path) -> None:
     per_expert = ["down_proj", "gate", "gate_proj", "q_proj", "up_proj", "v_proj"]
     assert json.loads(done.stdout.splitlines()[-1]) == [
         "0.18.1",
-        [[3, 6, per_expert], [3, 6, ["q_proj", "v_proj"]]],
+        [[3, 6, per_expert], [3, 6, ["q_proj", "v_proj"]], [3, 6, per_expert]],
     ]
 
 

@@ -332,16 +332,17 @@ def test_a_trainers_marker_replaces_one_that_was_written_for_it_meanwhile(
 ) -> None:
     """The sweep had read the files before the trainer began, and puts its marker when the trainer took its own away."""
     copy(store, adapter)
-    real, done = store._client.upload_fileobj, []
+    real, done = store._client.put_object, []
 
-    def upload(*given: Any, **more: Any) -> None:
-        real(*given, **more)
-        if not done:
+    def put(**call: Any) -> Any:
+        answer = real(**call)
+        if not done and call["Key"].endswith(WEIGHTS):
             done.append(put_document(store, marker_key("ada", "run-1"), ours))
+        return answer
 
     assert adopt(store)
     ours = read_upload(store, "ada", "run-1").marker
-    marker = submit_directory(with_faults(store, upload_fileobj=upload), adapter)
+    marker = submit_directory(with_faults(store, put_object=put), adapter)
     assert done and ours.adopted and not marker.adopted
     assert read_upload(store, "ada", "run-1").marker == marker
 
@@ -375,15 +376,15 @@ def test_what_a_broken_off_submission_leaves_is_not_taken_for_copied_files(
     other = save_adapter(
         tmp_path, encode(Logical(seed=1)) | attention(), base_model_name_or_path=BASE, lora_alpha=9
     )
-    real = store._client.upload_fileobj
+    real = store._client.put_object
 
-    def upload(file: Any, bucket: str, key: str, **more: Any) -> None:
-        if key.endswith(WEIGHTS):
+    def put(**call: Any) -> Any:
+        if call["Key"].endswith(WEIGHTS):
             raise OSError("line cut")
-        real(file, bucket, key, **more)
+        return real(**call)
 
     with pytest.raises(OSError, match="line cut"):
-        submit_directory(with_faults(store, upload_fileobj=upload), other)
+        submit_directory(with_faults(store, put_object=put), other)
     [one] = pending(store)
     assert one.state is UploadState.INCOMPLETE and "a submission was begun at" in str(one.reason)
     with pytest.raises(UploadIncomplete, match="repeat it, or delete _SUBMITTING"):

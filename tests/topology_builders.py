@@ -6,6 +6,7 @@ addresses become free ports on loopback, volumes become folders. Scripted engine
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import time
@@ -151,7 +152,7 @@ class Topology:
         pids = set(list_marked(MARK, str(self.plan.folder))) | set(_list_inside(self.plan.postgres))
         plan = self.plan
         ports = {*plan.ports.values(), *plan.further_ports.values(), *plan.store_ports.values()}
-        [ended] = self.ends
+        ended = self.ends[0] if self.ends else math.inf
         listening = {port for port, began in _list_listeners() if began is None or began < ended}
         return sorted(pids), sorted(ports & listening)
 
