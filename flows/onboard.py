@@ -30,7 +30,7 @@ from tasks.job import Job, StepEnded
 from tasks.judgement import judge, refuse
 from tasks.opponents import choose
 from tasks.outcomes import Code
-from tasks.publication import stage, unstage_control
+from tasks.publication import drop_control, stage, unstage_control
 from tasks.readings import undecided_parameters
 from tasks.scoring import score, score_readings
 from tasks.uploading import EarlyUpload, upload_early
@@ -131,8 +131,10 @@ def walk(job: Job) -> Walk:
                 converted = convert(job, inspected)
                 checked = check(job, inspected, converted)
             stage(job, inspected, converted, early)
+            drop_source(job)
             opponents = choose(job, converted)
             scored = score(job, inspected, converted, opponents)
+            drop_control(job, converted)
             ending = judge(job, inspected, converted, opponents, scored)
         except StepEnded as ended:
             if ended.step.outcome not in TERMINAL:

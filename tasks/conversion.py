@@ -182,7 +182,8 @@ def _fetch_source(job: Job) -> Path:
 
 
 def drop_source(job: Job) -> None:
-    """Take the upload's files off this disk: nothing reads them any more."""
+    """Take the upload off this disk: its check is done. Should it be converted once more, it is fetched again."""
+    job.inspections.clear()
     job.disk.drop(_source_path(job))
 
 

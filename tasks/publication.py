@@ -61,7 +61,7 @@ def unstage_control(job: Job, converted: Step) -> None:
     """
     control: Any = converted.result["control"]
     prefix = control_prefix(job.author, control["output_digest"])
-    job.disk.drop(job.converted_path(control["output_digest"]))
+    drop_control(job, converted)
     try:
         for found in job.store.list_objects(prefix):
             job.store.delete(found.key)
@@ -70,6 +70,12 @@ def unstage_control(job: Job, converted: Step) -> None:
         job.log.warning(
             "%s: its control stays at %s; running it again takes it away: %s", job.label, prefix, error
         )
+
+
+def drop_control(job: Job, converted: Step) -> None:
+    """Take the control off this disk: its scores are on the record."""
+    control: Any = converted.result["control"]
+    job.disk.drop(job.converted_path(control["output_digest"]))
 
 
 def _put_manifest(job: Job, prefix: str, manifest: Manifest) -> None:
