@@ -17,6 +17,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
 from flows.asking import ONBOARD, Log
@@ -63,7 +64,8 @@ def _read_old(client: SyncPrefectClient, before: datetime) -> Iterator[FlowRun]:
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])),
         deployment_id=FlowRunFilterDeploymentId(is_null_=False),
     )
-    for run in client.read_flow_runs(flow_run_filter=wanted, limit=_AT_ONCE):
+    oldest = FlowRunSort.EXPECTED_START_TIME_ASC
+    for run in client.read_flow_runs(flow_run_filter=wanted, sort=oldest, limit=_AT_ONCE):
         if run.state is not None and run.state.timestamp < before:
             yield run
 

@@ -41,8 +41,10 @@ def gc(*, dry_run: Flag = False, older_than: timedelta = timedelta(days=7), json
     store = open_store(load_settings())
     now = datetime.now(UTC)
     found = list_unreferenced(store, older_than=older_than, now=now)
-    abandoned = tuple(list_abandoned(store, now))
-    done = Collected((), (), abandoned) if dry_run else collect(store, found, worker=worker_name())
+    if dry_run:
+        done = Collected((), (), tuple(list_abandoned(store, now)))
+    else:
+        done = collect(store, found, worker=worker_name())
     shown = found if dry_run else done.removed
     total = sum(one.bytes for one in shown)
     document = {
