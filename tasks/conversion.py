@@ -11,7 +11,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from storage.errors import ObjectNotFound
-from storage.keys import control_prefix, serving_prefix
 from storage.ledger import Outcome, Step, StepKind
 from storage.uploads import download_upload
 from tasks.errors import NotReproducible, SourceGone
@@ -35,7 +34,6 @@ from tasks.records import (
     written_digest,
 )
 from tasks.training_file import list_base_warnings, unreadable_training
-from tasks.transfer import fetch_directory, recorded_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,37 +130,25 @@ def source_record(job: Job, found: Inspection) -> dict[str, Any]:
 
 
 def ensure_converted(job: Job, inspected: Step, converted: Step) -> tuple[Path, Path]:
-    """The directories of the adapter and of its control: here, else in the store, else converted once more.
+    """The directories of the adapter and of its control: here, else converted once more.
 
-    Both stay on this disk until the run ends.
+    Both stay on this disk until the run ends. What another machine converted is not fetched: the control is in no store
+    (docs/pipeline.md), and to convert it again the upload has to be fetched anyway.
 
     Raises:
         NotReproducible: converting again gave other bytes than the ledger records.
     """
     own = str(converted.result["output_digest"])
     control: Any = converted.result["control"]
-    wanted = (
-        (own, serving_prefix(job.author, own), converted.result["files"]),
-        (control["output_digest"], control_prefix(job.author, control["output_digest"]), control["files"]),
-    )
-    try:
-        for digest, prefix, files in wanted:
-            if not job.disk.hold(job.converted_path(digest)):
-                fetch_directory(
-                    job.store,
-                    prefix,
-                    recorded_files(files),
-                    job.disk,
-                    job.converted_path(digest),
-                    job.progress(f"downloading {prefix}", Counted.BYTES),
-                )
-    except ObjectNotFound:
-        job.log.info("%s: its converted files are neither here nor in the store; converting again", job.label)
+    outputs = (own, str(control["output_digest"]))
+    own_path, control_path = map(job.converted_path, outputs)
+    if not (job.disk.hold(own_path) and job.disk.hold(control_path)):
+        job.log.info("%s: its converted files are not on this machine; converting again", job.label)
         _, made, made_control, _ = _convert_both(job, inspected)
         found = (made.output_digest, made_control.output_digest)
-        if found != (own, control["output_digest"]):
-            raise NotReproducible(job.label, (own, control["output_digest"]), found) from None
-    return job.converted_path(own), job.converted_path(control["output_digest"])
+        if found != outputs:
+            raise NotReproducible(job.label, outputs, found)
+    return own_path, control_path
 
 
 def _fetch_source(job: Job) -> Path:

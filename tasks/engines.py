@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from prefect.client.orchestration import get_client
@@ -78,8 +78,8 @@ def require_engine(job: Job, needs: Sequence[EngineNeeds]) -> EngineInfo:
 
 
 @contextmanager
-def leased_engine(job: Job) -> Iterator[Engine]:
-    """A client of the base's engine, while no other run scores on it.
+def leased_engine(job: Job, offer: Callable[[str], None]) -> Iterator[Engine]:
+    """A client of the base's engine, while no other run scores on it; `offer` as of `tasks.bpb.engine.Engine`.
 
     Raises:
         NoEngine: the base names no engine.
@@ -91,19 +91,21 @@ def leased_engine(job: Job) -> Iterator[Engine]:
         raise NoEngine(job.base.name)
     limits = job.limits
     with leased_engine_at(
-        url, job.base.name, wait_s=limits.engine_wait_s, timeout_s=limits.engine_timeout_s
+        url, job.base.name, wait_s=limits.engine_wait_s, timeout_s=limits.engine_timeout_s, offer=offer
     ) as engine:
         yield engine
 
 
 @contextmanager
-def leased_engine_at(url: str, base: str, *, wait_s: float, timeout_s: float) -> Iterator[Engine]:
+def leased_engine_at(
+    url: str, base: str, *, wait_s: float, timeout_s: float, offer: Callable[[str], None] | None = None
+) -> Iterator[Engine]:
     """The same for the engine at this address; `timeout_s` seconds for one request.
 
     Raises:
         EngineUnavailable, LeaseNotGranted, LeaseLost: as above.
     """
-    with engine_lease(base, wait_s), Engine(url, timeout_s=timeout_s) as engine:
+    with engine_lease(base, wait_s), Engine(url, timeout_s=timeout_s, offer=offer) as engine:
         if not engine.is_healthy():
             raise EngineUnavailable(url, "GET /health", "no healthy answer")
         yield engine

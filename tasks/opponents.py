@@ -96,6 +96,11 @@ def candidate_name(author: str, output_digest: str) -> str:
     return f"{author}@{output_digest[:16]}"
 
 
+def control_name(author: str, output_digest: str) -> str:
+    """The engine's name of an author's control."""
+    return candidate_name(f"{author}~control", output_digest)
+
+
 def _served_elsewhere(job: Job) -> list[Served]:
     """What the roster serves other authors of this base."""
     try:

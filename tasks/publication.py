@@ -14,6 +14,7 @@ from storage.keys import control_prefix, manifest_key, serving_prefix
 from storage.ledger import Outcome, Step, StepKind
 from tasks.conversion import ensure_converted
 from tasks.job import STEP_VERSIONS, Job, Result, run_step
+from tasks.opponents import control_name
 from tasks.progress import Counted
 from tasks.transfer import put_directory, recorded_files
 from tasks.uploading import EarlyUpload, drop_parts
@@ -21,25 +22,23 @@ from tasks.uploading import EarlyUpload, drop_parts
 
 @task(persist_result=False, cache_policy=NO_CACHE)
 def stage(job: Job, inspected: Step, converted: Step, early: EarlyUpload | None = None) -> Step:
-    """The converted adapter and its control in the object store, each whole, the manifest last.
+    """The converted adapter in the object store, whole, the manifest last.
 
-    early: what has been sent of them during the check.
+    Its control is not: `offer_control` puts it there for an engine that does not see this disk.
+
+    early: what has been sent of it during the check.
     """
     own = str(converted.result["output_digest"])
-    control: Any = converted.result["control"]
     prefix = serving_prefix(job.author, own)
-    aside = control_prefix(job.author, control["output_digest"])
 
     def work() -> Result:
-        own_path, control_path = ensure_converted(job, inspected, converted)
+        own_path, _ = ensure_converted(job, inspected, converted)
         progress = job.progress("uploading", Counted.BYTES)
         if early is not None:
             early.finish()
         put_directory(job.store, own_path, prefix, recorded_files(converted.result["files"]), progress)
         _put_manifest(job, prefix, _manifest(job, inspected, converted))
-        put_directory(job.store, control_path, aside, recorded_files(control["files"]), progress)
-        uri = job.store.uri(prefix)
-        record = {"output_digest": own, "prefix": prefix, "uri": uri, "control_prefix": aside}
+        record = {"output_digest": own, "prefix": prefix, "uri": job.store.uri(prefix)}
         return Result(Outcome.DONE, record)
 
     return run_step(
@@ -50,6 +49,24 @@ def stage(job: Job, inspected: Step, converted: Step, early: EarlyUpload | None 
         # What `roster gc` took out of the store is put there again.
         stands=lambda known: job.store.head(manifest_key(prefix)) is not None,
     )
+
+
+def offer_control(job: Job, converted: Step, name: str) -> None:
+    """Put the control into the store if it is what an engine is about to be asked for by this name.
+
+    Raises:
+        StoreUnavailable: the store did not take it.
+    """
+    control: Any = converted.result["control"]
+    digest = str(control["output_digest"])
+    if name == control_name(job.author, digest):
+        prefix, progress = (
+            control_prefix(job.author, digest),
+            job.progress("uploading the control", Counted.BYTES),
+        )
+        put_directory(
+            job.store, job.converted_path(digest), prefix, recorded_files(control["files"]), progress
+        )
 
 
 def unstage_control(job: Job, converted: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,9 +42,10 @@ from tasks.errors import FilesDamaged, OpponentGone, OpponentRefused
 from tasks.job import Job, Result, run_step
 from tasks.judgement import find_drift
 from tasks.lora.ablate import Ablation
-from tasks.opponents import candidate_name, recorded_opponents
+from tasks.opponents import candidate_name, control_name, recorded_opponents
 from tasks.poison import begin_trial, record_death
 from tasks.progress import Counted, ProgressLines
+from tasks.publication import offer_control
 from tasks.transfer import fetch_served, holds_files, read_manifest, recorded_files
 from tasks.validation import require_resolved
 
@@ -86,7 +88,7 @@ def _score(
         subjects = _subjects(job, inspected, converted, opponents)
         own_path, _, *wrong_paths = (Path(subject.path) for subject in subjects if subject.path is not None)
         require_resolved(job, info, own_path, wrong_paths)
-        with leased_engine(job) as engine:
+        with leased_engine(job, partial(offer_control, job, converted)) as engine:
             require_same_engine(job, engine_id)
             _forget_candidates(job, engine)
             prepared = prepare_units(engine, units, stride=job.limits.score_stride or None)
@@ -146,12 +148,11 @@ def _subjects(
     own_path, control_path = ensure_converted(job, inspected, converted)
     own = str(converted.result["output_digest"])
     control: Any = converted.result["control"]
-    displaced = f"{job.author}~control"
     is_3d = bool(converted.result["is_3d_lora_weight"])
     subjects = [
         Subject(BASE, job.base.document.served_model, None, False),
         Subject(OWN, candidate_name(job.author, own), str(own_path), is_3d),
-        Subject(CONTROL, candidate_name(displaced, control["output_digest"]), str(control_path), is_3d),
+        Subject(CONTROL, control_name(job.author, control["output_digest"]), str(control_path), is_3d),
     ]
     for other in opponents:
         path = job.served_path(other.author, other.output_digest)

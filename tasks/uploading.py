@@ -22,7 +22,7 @@ from tasks.transfer import recorded_files
 
 
 class EarlyUpload:
-    """The large files of folders that were converted just now; one thread of its own begins them at once."""
+    """The large files of a folder that was converted just now; one thread of its own begins them at once."""
 
     def __init__(self, job: Job, files: Sequence[tuple[Path, str, FileDigest]]) -> None:
         self._job, self._files = job, files
@@ -74,10 +74,11 @@ def upload_early(job: Job, inspected: Step, converted: Step) -> EarlyUpload | No
     """
     if StepKind.CONVERTED not in job.done_here or undecided_parameters(inspected):
         return None
+    own = str(converted.result["output_digest"])
+    directory, prefix = job.converted_path(own), serving_prefix(job.author, own)
     files = [
-        (job.converted_path(digest) / file.name, prefix + file.name, file)
-        for digest, prefix, recorded in _list_outputs(job, converted)
-        for file in recorded_files(recorded)
+        (directory / file.name, prefix + file.name, file)
+        for file in recorded_files(converted.result["files"])
         if goes_in_parts(file.bytes)
     ]
     return EarlyUpload(job, files) if files else None
@@ -89,18 +90,12 @@ def drop_parts(job: Job, converted: Step) -> None:
     Raises:
         StoreUnavailable: the store did not do it.
     """
-    for _, prefix, recorded in _list_outputs(job, converted):
+    control: Any = converted.result["control"]
+    outputs = (
+        (serving_prefix(job.author, str(converted.result["output_digest"])), converted.result["files"]),
+        (control_prefix(job.author, str(control["output_digest"])), control["files"]),
+    )
+    for prefix, recorded in outputs:
         if any(goes_in_parts(file.bytes) for file in recorded_files(recorded)):
             for pending in job.store.list_pending(prefix):
                 job.store.abort_upload(pending)
-
-
-def _list_outputs(job: Job, converted: Step) -> list[tuple[str, str, Any]]:
-    """Digest, prefix in the store and recorded files of the adapter and of its control."""
-    own = str(converted.result["output_digest"])
-    control: Any = converted.result["control"]
-    aside = str(control["output_digest"])
-    return [
-        (own, serving_prefix(job.author, own), converted.result["files"]),
-        (aside, control_prefix(job.author, aside), control["files"]),
-    ]

@@ -80,10 +80,10 @@ class FaultyServer(ScriptedServer):
         return super().answer(path, body)
 
     @contextmanager
-    def leased(self, job: object) -> Iterator[Engine]:
+    def leased(self, job: object, offer: Callable[[str], None]) -> Iterator[Engine]:
         """What `leased_engine` gives, without Prefect's lease."""
         impatient = any(fault.change is hangs for fault in self.faults)
-        with Engine(self.url, timeout_s=1 if impatient else 30) as engine:
+        with Engine(self.url, timeout_s=1 if impatient else 30, offer=offer) as engine:
             if not engine.is_healthy():
                 raise EngineUnavailable(self.url, "GET /health", "no healthy answer")
             yield engine

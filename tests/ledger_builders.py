@@ -120,7 +120,6 @@ def staged(author: str, output: str, **more: Any) -> Document:
         "output_digest": output,
         "prefix": prefix,
         "uri": f"s3://bucket/{prefix}",
-        "control_prefix": "control/",
     }
     return step("staged", "done", result, **more)
 

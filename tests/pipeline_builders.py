@@ -142,7 +142,7 @@ def make_desk(store: S3Store, folder: Path, patch: pytest.MonkeyPatch, *, prefec
     )
 
     @contextmanager
-    def leased(job: Any) -> Iterator[ScriptedScorer]:
+    def leased(job: Any, offer: object) -> Iterator[ScriptedScorer]:
         playing[0] = job.author
         yield desk.engine
 

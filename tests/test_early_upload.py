@@ -87,14 +87,15 @@ def during_check(monkeypatch: pytest.MonkeyPatch, look: Callable[[], bool | None
 
 
 def is_all_sent(desk: Desk, sending: Sending) -> bool:
-    """Whether adapter and control are in the store to the last part, as far as can be told from outside."""
+    """Whether the adapter is in the store to the last part, as far as can be told from outside."""
     sizes = [
         path.stat().st_size
         for path in desk.settings.work_path.glob("served/*/*/*/*")
         if path.stat().st_size > PART
     ]
     assert len(sizes) == 2, "an adapter and its control"
-    return parts_of(desk.store) == sum(-(-size // PART) for size in sizes)
+    assert len(set(sizes)) == 1, "of one size, so that either tells the number of parts"
+    return parts_of(desk.store) == -(-sizes[0] // PART)
 
 
 def test_nothing_shows_before_the_check_has_passed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +106,13 @@ def test_nothing_shows_before_the_check_has_passed(desk: Desk, monkeypatch: pyte
         if not is_all_sent(desk, sending):
             return False
         seen.append([*desk.keys("serving/"), *desk.keys("control/")])
-        assert pending(desk.store) == {"serving", "control"}
+        assert pending(desk.store) == {"serving"}
         return True
 
     during_check(monkeypatch, look)
     assert desk.ready("ash").name == "Ready"
     assert seen == [[]]
-    assert len(sending.sent) == len(set(sending.sent)) > 20 and parts_of(desk.store) == 0
+    assert len(sending.sent) == len(set(sending.sent)) > 10 and parts_of(desk.store) == 0
     names = {key.rpartition("/")[2] for key in desk.keys("serving/")}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
 
@@ -158,7 +159,7 @@ def test_what_cannot_be_sent_early_is_no_fault_of_the_check(
 
     during_check(monkeypatch, mended)
     assert desk.ready("ash").name == "Ready"
-    assert len(sending.sent) == len(set(sending.sent)) > 20 and pending(desk.store) == set()
+    assert len(sending.sent) == len(set(sending.sent)) > 10 and pending(desk.store) == set()
     assert [step.kind for step in desk.ledger("ash").steps].count(StepKind.STAGED) == 1
 
 

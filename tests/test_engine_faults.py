@@ -234,7 +234,7 @@ def test_no_fault_of_a_scripted_scorer_is_taken_for_the_adapters(
     scorer = make(candidate_name(GOOD, manifest.split("/")[2]))
 
     @contextmanager
-    def leased(job: object) -> Iterator[ScriptedScorer]:
+    def leased(job: object, offer: object) -> Iterator[ScriptedScorer]:
         yield scorer
 
     monkeypatch.setattr(tasks.scoring, "leased_engine", leased)

@@ -351,6 +351,9 @@ def test_a_run_that_lost_its_claim_writes_nothing_more(prefect_desk: Desk) -> No
         ledger = json.loads(prefect_desk.store.get(key).body)
         ledger["claim"]["holder"] = "another worker"
         prefect_desk.store.put(key, json.dumps(ledger).encode())
+        (converted,) = (step for step in ledger["steps"] if step["kind"] == "converted")
+        control = converted["result"]["control"]["output_digest"]
+        prefect_desk.store.put(f"control/oak/{control}/adapter_config.json", b"{}")
 
     prefect_desk.engine.on_load = OnLoad("oak@", take_over)
     state = prefect_desk.ready("oak")
@@ -358,7 +361,7 @@ def test_a_run_that_lost_its_claim_writes_nothing_more(prefect_desk: Desk) -> No
     ledger = prefect_desk.ledger("oak")
     assert ledger.steps[-1].kind is StepKind.OPPONENTS and ledger.verdict is None
     assert ledger.claim is not None and ledger.claim.holder == "another worker"
-    assert len(prefect_desk.keys("control/")) == 2, "and takes nothing away that the other works with"
+    assert len(prefect_desk.keys("control/")) == 1, "and takes nothing away that the other works with"
 
 
 def break_inspection(patch: pytest.MonkeyPatch) -> None:

@@ -139,9 +139,9 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         trial = Trial(desk, engine, material)
 
         @contextmanager
-        def leased(job: Job) -> Iterator[Engine]:
+        def leased(job: Job, offer: Callable[[str], None]) -> Iterator[Engine]:
             trial.leases.append(job.label)
-            with Engine(engine.url, timeout_s=120) as client:
+            with Engine(engine.url, timeout_s=120, offer=offer) as client:
                 yield client
 
         patch.setattr(tasks.scoring, "leased_engine", leased)

@@ -163,8 +163,8 @@ def _registered_engine(
         raise NoEngine(base)
     info = read_engine(open_store(settings), document.base)
     check_engine(info, document.base, document.served_model, scored.needs)
-    waits = {"wait_s": settings.engine_wait_s, "timeout_s": settings.engine_timeout_s}
-    with leased_engine_at(document.engine.url, document.base, **waits) as engine:
+    url, wait_s, timeout_s = document.engine.url, settings.engine_wait_s, settings.engine_timeout_s
+    with leased_engine_at(url, document.base, wait_s=wait_s, timeout_s=timeout_s) as engine:
         yield engine, document.served_model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -44,10 +44,14 @@ class Engine:
     Raises EngineUnavailable from every method but `is_healthy` when the server cannot be reached, takes longer
     than `timeout_s` seconds for one request, or answers 5xx; EngineProtocolError when an answer is not what was
     asked for. Nothing is repeated, except that a GET whose connection was reset is sent once more.
+
+    `offer` is told the name of an adapter whose directory the server does not see, before the server is asked for it by
+    that name; see `load`.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, offer: Callable[[str], None] | None = None) -> None:
         self.url = url.rstrip("/")
+        self._offer = offer
         # Proxies from the environment are for the outside world, never for the engine.
         self._client = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
 
@@ -128,6 +132,8 @@ class Engine:
         if answer.is_success:
             return
         if answer.status_code == httpx.codes.NOT_FOUND:
+            if self._offer is not None:
+                self._offer(name)
             if self._fetches(name):
                 return
             expected = (
