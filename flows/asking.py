@@ -31,6 +31,7 @@ from prefect.states import AwaitingRetry, Crashed, Scheduled
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 SYNC = "sync/sync"
+SWEEP = "sweep/sweep"
 ONBOARD = "onboard/onboard"
 REFUSED = "Refused"
 """How the state of a run begins that found an upload unusable: another run would say the same."""

@@ -10,9 +10,12 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.asking import bring_forward, list_asked, request_onboard
+from flows.alone import held_briefly
+from flows.asking import Log, bring_forward, list_asked, request_onboard
 from flows.connect import open_store
+from flows.schedule import fill_gap
 from flows.settings import load_settings
+from flows.telling import aside
 from flows.tidying import mark_dead
 from tasks.at_rest import MEMORY_FILE
 from tasks.inbox import PendingUpload
@@ -20,12 +23,23 @@ from tasks.sweeping import list_due
 
 
 @flow(name="sweep", persist_result=False)
+@held_briefly()
 def sweep() -> State:
     """Look at every upload once and start what is due, the oldest first.
 
     No more than `sweep_batch` runs are started or left waiting for a worker at a time.
     """
     log = get_run_logger()
+    try:
+        return _look(log)
+    finally:
+        # Last of all, and whatever has failed: clocks that are ahead use up the schedule while this runs.
+        with aside(log, "whether another sweep is planned could not be told"):
+            if fill_gap():
+                log.info("no sweep was planned for the next two minutes: one is asked for")
+
+
+def _look(log: Log) -> State:
     settings = load_settings()
     now = datetime.now(UTC)
     store = open_store(settings)

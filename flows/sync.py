@@ -9,6 +9,7 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows.alone import held_briefly
 from flows.asking import Log, list_worked_on, request_onboard
 from flows.connect import open_store, sync_limits
 from flows.settings import load_settings
@@ -24,6 +25,7 @@ _MOST_AUTHORS = 500
 
 
 @flow(name="sync", persist_result=False)
+@held_briefly()
 def sync(touched: list[str] | None = None) -> State:
     """Bring the catalog up to date, publish the roster, and have thinly proven adapters scored again.
 

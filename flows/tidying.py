@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
-from flows.asking import ONBOARD, Log
+from flows.asking import ONBOARD, SWEEP, SYNC, Log
 from storage.claims import is_held, list_records
 from storage.documents import read_document
 from storage.errors import InvalidDocument, ObjectNotFound
@@ -34,7 +34,10 @@ _AT_ONCE = 50
 
 
 def mark_dead(store: S3Store, dead_after_s: int, log: Log) -> int:
-    """Mark what was to begin long ago and never did, and runs of `onboard` that hold no adapter; how many there were.
+    """Mark what was to begin long ago and never did, and what began long ago; how many there were.
+
+    Of what began: every sync and sweep, which take seconds, and runs of `onboard` that hold no adapter. A matrix may
+    take hours.
 
     A mark decides nothing: should such a run be alive, it goes on, and ends as it would have.
 
@@ -44,14 +47,18 @@ def mark_dead(store: S3Store, dead_after_s: int, log: Log) -> int:
     now = datetime.now(UTC)
     marked = 0
     with get_client(sync_client=True) as client:
-        onboard = client.read_deployment_by_name(ONBOARD).id
+        onboard, *brief = (client.read_deployment_by_name(name).id for name in (ONBOARD, SYNC, SWEEP))
         for run in _read_old(client, now - _PATIENCES * timedelta(seconds=dead_after_s)):
             assert run.state is not None
-            begun = run.state.is_running()
-            if begun and (run.deployment_id != onboard or _holds(store, run, now)):
+            if not run.state.is_running():
+                why = "and never began: its worker died"
+            elif run.deployment_id in brief:
+                why = "and none takes as long: it died"
+            elif run.deployment_id == onboard and not _holds(store, run, now):
+                why = "and holds no adapter: it died"
+            else:
                 continue
             since = f"{run.state.name} since {run.state.timestamp:%H:%M:%S} UTC"
-            why = "and holds no adapter: it died" if begun else "and never began: its worker died"
             client.set_flow_run_state(run.id, Crashed(message=f"{since}, {why}. The sweep has found it."))
             log.warning("run %s, %s, %s; it is marked as Crashed", run.name, since, why)
             marked += 1

@@ -56,16 +56,19 @@ def test_what_died_unseen_is_marked_and_nothing_else(
     nameless = begin("onboard/onboard", Running(), author="../ada", run="run-1")
     taken = begin("sweep/sweep", Pending())
     scoring = begin("matrix/matrix", Running(), base="tiny")
+    brief = [begin(name, Running()) for name in ("sweep/sweep", "sync/sync")]
     for author, run in (("ada", alive), ("ash", alive)):
         ledger = open_ledger(store, author, DIGEST, "tiny", make_submission())
         ledger.claim(f"w:7 {run} 11111111", 60)
     assert mark_dead(store, 90, LOG) == 0, "they have only just begun"
     monkeypatch.setattr(flows.tidying, "_PATIENCES", 0)
-    assert mark_dead(store, 90, LOG) == 3
+    assert mark_dead(store, 90, LOG) == 5
     assert told(alive)[0] == told(scoring)[0] == "Running", "one holds its adapter, the other never holds one"
     assert told(died)[0] == told(nameless)[0] == told(taken)[0] == "Crashed"
     assert "and holds no adapter: it died" in told(died)[1]
     assert "and never began: its worker died" in told(taken)[1]
+    for run in brief:
+        assert told(run)[0] == "Crashed" and "and none takes as long: it died" in told(run)[1]
     assert mark_dead(store, 90, LOG) == 0
 
 
