@@ -20,6 +20,7 @@ from flows.retrying import Way, carry_out, plan_failed
 _IN_FLIGHT = (4, 6)
 _TRAINED_EACH = 5  # of so many adapters one is for vLLM, while there are some
 _SENDING = frozenset({*EVENTS, "disk_full"})  # these send an adapter themselves
+_BY_FAULT = 0.9
 _TRAPS = 3  # boundaries at a time that kill whoever comes there
 _STORE_TRAPS = 2  # kinds of the store's faults at a time that the next request meets
 _OPERATOR_S = 10.0  # between two looks of the operator
@@ -75,13 +76,13 @@ class Driver:
         world.proxy.stop_faults()
 
     def _send(self, classes: list[str]) -> None:
-        """One more adapter: by a fault that sends one, if some are missing, every second time at most."""
+        """One more adapter: one for vLLM, else mostly by a fault that sends one, while some are missing."""
         world = self.world
         self._in_flight = world.rng.randint(*_IN_FLIGHT)
-        if classes and world.rng.random() < 1 / 2:
+        one = world.submit_trained() if len(world.sent) % _TRAINED_EACH == 0 else None
+        if one is None and classes and world.rng.random() < _BY_FAULT:
             self._bring_about(classes)
         else:
-            one = world.submit_trained() if len(world.sent) % _TRAINED_EACH == 0 else None
             say(f"sent {(one or world.submit()).label}, missing {sum(self.missing().values())}")
 
     def _set_traps(self, missing: Mapping[str, int]) -> None:
