@@ -34,6 +34,7 @@ from tasks.records import (
     written_digest,
 )
 from tasks.training_file import list_base_warnings, unreadable_training
+from tasks.transfer import holds_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,18 @@ def ensure_converted(job: Job, inspected: Step, converted: Step) -> tuple[Path, 
 
 
 def _fetch_source(job: Job) -> Path:
-    """The upload's files on this disk, which a run that died or stopped before its check was done has left there."""
+    """The upload's files on this disk, which a run that died or stopped before its check was done has left there.
+
+    What was left is read against the marker's digests: after a power cut it may have its size and none of its bytes,
+    which would pass for a damaged adapter.
+    """
     source = _source_path(job)
-    if not job.disk.hold(source):
+    if job.disk.is_held(source):
+        return source
+    if job.disk.hold(source) and not holds_files(source, [file.digest for file in job.upload.adapter_files]):
+        job.log.warning("%s: what an earlier run left of it here is damaged; fetching it again", job.label)
+        job.disk.drop(source)
+    if not job.disk.is_held(source):
         # The adapter is converted twice, and neither copy is smaller than what was uploaded.
         own = sum(file.digest.bytes for file in job.upload.adapter_files)
         job.disk.require(3 * own, job.label)

@@ -74,6 +74,10 @@ class RunDisk:
         os.utime(path)
         return True
 
+    def is_held(self, path: Path) -> bool:
+        """Whether this run has held the folder already."""
+        return path in self._locks
+
     def share(self, made: Path, path: Path) -> None:
         """Give a finished folder of this run the name by which others find it, and hold it.
 

@@ -15,6 +15,7 @@ from storage.keys import manifest_key, serving_prefix
 from storage.progress import Progress, Tally
 from storage.s3 import S3Store
 from tasks.disk import RunDisk
+from tasks.lora.write import sync_path
 
 
 def recorded_files(record: Any) -> tuple[FileDigest, ...]:
@@ -83,6 +84,8 @@ def fetch_directory(
 ) -> None:
     """Download a converted adapter, verified, to a shared folder that appears whole or not at all, and is held.
 
+    Its bytes are on the disk before it has its name: whoever finds it later, after a power cut too, does not verify it.
+
     Raises:
         DiskFull: there is no room for it.
         ObjectNotFound: a file is not under the prefix.
@@ -95,6 +98,8 @@ def fetch_directory(
     part.mkdir()
     for file in files:
         _fetch(store, prefix + file.name, file, part / file.name, tally)
+        sync_path(part / file.name)
+    sync_path(part)
     disk.share(part, destination)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import shutil
@@ -17,11 +18,14 @@ from typing import Any
 
 import pytest
 from pipeline_builders import Desk
+from store_builders import memory_store
 
+from storage.digests import FileDigest
 from storage.ledger import Outcome, StepKind
 from storage.s3 import S3Store
 from tasks.disk import RESERVE_BYTES, RunDisk, disk_full, trim_folders
 from tasks.errors import DiskFull
+from tasks.transfer import fetch_directory
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -50,6 +54,35 @@ def test_a_runs_own_folder_goes_with_it_and_not_with_another(tmp_path: Path) -> 
     assert not folder.exists() and two.folder().exists()
     two.close()
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_knows_what_it_holds_from_what_it_finds(tmp_path: Path) -> None:
+    disk, shared = RunDisk(tmp_path), made(tmp_path / "sources" / "x")
+    assert not disk.is_held(shared)
+    assert disk.hold(shared) and disk.is_held(shared)
+    disk.drop(shared)
+    assert not disk.is_held(shared)
+    disk.close()
+
+
+def test_what_is_fetched_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, destination, synced = RunDisk(tmp_path), tmp_path / "served" / "base" / "ash" / "x", []
+
+    def sync(path: Path) -> None:
+        assert not destination.exists()
+        synced.append(path.name)
+
+    monkeypatch.setattr("tasks.transfer.sync_path", sync)
+    with memory_store() as store:
+        files = [FileDigest(name, 3, hashlib.sha256(b"abc").hexdigest()) for name in ("config", "weights")]
+        for file in files:
+            store.put(f"serving/{file.name}", b"abc")
+        fetch_directory(store, "serving/", files, disk, destination)
+    assert synced[:2] == ["config", "weights"] and len(synced) == 3, "each file, and the folder"
+    assert {path.name for path in destination.iterdir()} == {"config", "weights"}
+    disk.close()
 
 
 def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:

@@ -281,6 +281,24 @@ def test_a_retry_on_the_same_worker_fetches_nothing_again(
     assert list(sources.iterdir()) == [], "nothing reads it any more"
 
 
+def test_what_a_power_cut_left_of_an_upload_is_fetched_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its room was reserved, so the file has its size; its bytes never reached the disk."""
+    convert_adapter = tasks.conversion.convert_adapter
+
+    def fail(*_: Any) -> Any:
+        raise StoreUnavailable("put", "k", "it is down")
+
+    monkeypatch.setattr("tasks.conversion.convert_adapter", fail)
+    assert desk.ready("elm").name == "Stopped: store_unavailable"
+    (weights,) = desk.settings.work_path.glob("sources/*/adapter_model.safetensors")
+    size = weights.stat().st_size
+    weights.write_bytes(bytes(size))
+    monkeypatch.setattr("tasks.conversion.convert_adapter", convert_adapter)
+    assert desk.run("elm").name == "Ready", "not quarantined for what this disk lost"
+
+
 def test_a_retry_of_the_same_flow_run_is_another_holder(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     holders: list[str] = []
     claim = LedgerHandle.claim
