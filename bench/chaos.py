@@ -51,7 +51,7 @@ VARIABLES = {
     "ROSTER_SYNC_WINDOW_SECONDS": "1",
     "ROSTER_MAX_DROP": "1",
 }
-_FAULTS_SHARE = 3 / 4  # of the minutes; the rest is for the verdicts and for the undisturbed run
+_FAULTS_SHARE = 0.8  # of the minutes; the rest is for the verdicts and for the undisturbed run
 _SETTLED_SHARE = 0.9
 _QUIET_S = 60.0
 _STRAYED_S = 2.0

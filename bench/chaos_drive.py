@@ -20,7 +20,6 @@ from flows.retrying import Way, carry_out, plan_failed
 _IN_FLIGHT = (4, 6)
 _TRAINED_EACH = 5  # of so many adapters one is for vLLM, while there are some
 _SENDING = frozenset({*EVENTS, "disk_full"})  # these send an adapter themselves
-_BY_FAULT = 0.9
 _TRAPS = 3  # boundaries at a time that kill whoever comes there
 _STORE_TRAPS = 2  # kinds of the store's faults at a time that the next request meets
 _OPERATOR_S = 10.0  # between two looks of the operator
@@ -76,11 +75,11 @@ class Driver:
         world.proxy.stop_faults()
 
     def _send(self, classes: list[str]) -> None:
-        """One more adapter: one for vLLM, else mostly by a fault that sends one, while some are missing."""
+        """One more adapter: one for vLLM, else by a fault that sends one, while some are missing."""
         world = self.world
         self._in_flight = world.rng.randint(*_IN_FLIGHT)
         one = world.submit_trained() if len(world.sent) % _TRAINED_EACH == 0 else None
-        if one is None and classes and world.rng.random() < _BY_FAULT:
+        if one is None and classes:
             self._bring_about(classes)
         else:
             say(f"sent {(one or world.submit()).label}, missing {sum(self.missing().values())}")

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from bench.chaos_adapters import expected
 from bench.chaos_processes import list_runs, wait_until
 from bench.chaos_world import World
 from storage.ledger import Outcome
 
 _LARGEST_FILE = 2_048  # bytes; an adapter's configuration has fewer, its tensors have more
 _FULL_S = 25.0
-_SENT = 2  # every second one is good, and needs room
 _JUMPS_S = (3_600, -600)
 _JUMPED_S = (3.0, 8.0)
 _RENEWED_S = 5.0  # until every claim that was taken meanwhile is renewed by the right clock
@@ -23,8 +23,8 @@ def disk_full(world: World) -> bool:
     """No file of a run may become larger than an adapter's smaller ones, until a run has stopped for it."""
     before = set(_stops(world))
     with full_disk(world):
-        for _ in range(_SENT):
-            world.submit()
+        while expected(world.submit().kind)[0] != "ready":
+            pass  # what is refused at once needs no room; every second one is good
         return wait_until(lambda: set(_stops(world)) - before, _FULL_S)
 
 
