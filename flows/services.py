@@ -240,9 +240,11 @@ def read_document(path: Path, model: type[_Document]) -> _Document | None:
 
 
 def write_document(path: Path, document: BaseModel) -> None:
-    """Put the document in place at once, readable by its owner alone (it may hold secrets)."""
+    """Put the document in place at once, on the disk, readable by its owner alone (it may hold secrets)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     with os.fdopen(fd, "w", encoding="utf-8") as stream:
         stream.write(document.model_dump_json(indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     Path(name).replace(path)
