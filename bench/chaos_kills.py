@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from bench.chaos_processes import ask_for, find_asking, kill, list_runs, restart, revive, wait_until
+from bench.chaos_processes import ask_for, call_off, find_asking, kill, list_runs, restart, revive, wait_until
 from bench.chaos_world import World
 from bench.tiny_world import kept_with_tests
 
@@ -89,6 +89,7 @@ def kill_sync(world: World) -> bool:
     if flow_run is None or not wait_until(
         lambda: any(one.flow_run == flow_run for one in list_runs(world.topology)), _SYNC_S
     ):
+        call_off(flow_run)
         return False
     if key_part is None:
         time.sleep(moment)

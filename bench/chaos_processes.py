@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from bench.chaos_world import World
-from bench.prefect_runs import ask
+from bench.prefect_runs import ask, cancel
 from bench.tiny_world import kept_with_tests
 from flows.guard import list_descendants
 from flows.processes import read_environment, read_start_ticks
@@ -103,6 +104,13 @@ def ask_for(deployment: str, **parameters: str) -> str | None:
         return str(ask(deployment, **parameters))
     except Exception:  # noqa: BLE001 - whatever it says while it, its database or Redis has just been killed
         return None
+
+
+def call_off(flow_run: str | None) -> None:
+    """Cancel a run that was asked for in vain, if Prefect can be reached: those that wait keep others waiting."""
+    if flow_run is not None:
+        with suppress(Exception):  # as above
+            cancel(UUID(flow_run))
 
 
 def revive(world: World) -> list[str]:

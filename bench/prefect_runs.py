@@ -26,6 +26,7 @@ from prefect.client.schemas.sorting import FlowRunSort, LogSort
 from prefect.deployments import run_deployment
 from prefect.events import DeploymentEventTrigger, Event, Resource, get_events_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled
 from prefect.types.entrypoint import EntrypointType
 
 from flows.deploy import POOL
@@ -99,6 +100,12 @@ def ask(deployment: str, *, queue: str | None = None, **parameters: str) -> UUID
     )
     assert isinstance(asked, FlowRun)
     return asked.id
+
+
+def cancel(run: UUID) -> None:
+    """Have a run that has not begun never begin."""
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run, Cancelled())
 
 
 def wait_for_first_step(parameter: str, value: str, *, within_s: float) -> tuple[FlowRun, datetime]:

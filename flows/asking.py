@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterExpectedStartTime,
     FlowRunFilterId,
     FlowRunFilterIdempotencyKey,
+    FlowRunFilterNextScheduledStartTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
@@ -45,9 +46,12 @@ _CLAIMED_WITHIN = timedelta(minutes=15)
 _STARTED_WITHIN = timedelta(minutes=2)
 # Runs are asked for at once: who asked for one that begins later than this had a clock that was ahead.
 _BEGUN_WITHIN = timedelta(minutes=2)
+# Who finds a deployment.s slot taken asks again sooner: PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS.
+_TURN = timedelta(seconds=10)
 _AGAIN = re.compile(r"/again-\d+$")
 _PAGE = 200
 _LOOKED_AHEAD = 8  # so many runs under one key are looked for at once
+_OF_SYNC = DeploymentFilter(name=DeploymentFilterName(any_=[SYNC.partition("/")[2]]))
 OF_ONBOARD = DeploymentFilter(name=DeploymentFilterName(any_=[ONBOARD.partition("/")[2]]))
 ALIVE = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(TERMINAL_STATES))))
 
@@ -254,13 +258,16 @@ def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = 
 
     All who ask within the window share one run. It begins after the last of them has written its ledger, so none is
     missed: where it has begun already (a clock that is behind, an answer that took long), the next window's is asked
-    for. `touched` are keys of ledgers or of authors' records. The run looks at the authors of whoever asked first, and
-    finds out by itself which others have been worked on by runs of `onboard` (flows/sync.py). None: it looks at every
-    ledger.
+    for. Nor is one asked for while an earlier one waits for its turn, as behind one that died: many that wait would
+    take the workers' every turn, before all adapters. `touched` are keys of ledgers or of authors' records. The run
+    looks at the authors of whoever asked first, and finds out by itself which others have been worked on by runs of
+    `onboard` (flows/sync.py). None: it looks at every ledger.
     """
     window = int(datetime.now(UTC).timestamp() // window_seconds) + 1
     kind = "sync-all" if touched is None else "sync"
     parameters = {"touched": None if touched is None else list(touched)}
+    if _is_sync_due(timedelta(seconds=window * window_seconds) + _TURN, whole=touched is None):
+        return True
     while True:
         start = datetime.fromtimestamp(window * window_seconds, UTC) + timedelta(milliseconds=100)
         try:
@@ -272,6 +279,19 @@ def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = 
         if asked.state is None or asked.state.is_scheduled() or asked.state.is_pending():
             return True
         window += 1
+
+
+def _is_sync_due(before: timedelta, *, whole: bool) -> bool:
+    """Whether a sync, of every ledger if `whole`, is to begin before then (since 1970), and has not."""
+    wanted = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+        next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(
+            before_=datetime.fromtimestamp(before.total_seconds(), UTC)
+        ),
+    )
+    with get_client(sync_client=True) as client:
+        due = client.read_flow_runs(deployment_filter=_OF_SYNC, flow_run_filter=wanted, limit=_PAGE)
+    return any(not whole or run.parameters.get("touched") is None for run in due)
 
 
 def _ask(deployment: str, *, key: str, **more: Any) -> FlowRun:

@@ -30,6 +30,8 @@ from storage.s3 import S3Store
 
 _PATIENCES = 10
 """So many times the automation's patience, 15 minutes where nothing else is set: what it can see, it has marked."""
+_PATIENCES_WITH_BRIEF = 2
+"""For syncs and sweeps, which take seconds: while one that died has its deployment's slot, no other begins."""
 _AT_ONCE = 50
 
 
@@ -48,8 +50,11 @@ def mark_dead(store: S3Store, dead_after_s: int, log: Log) -> int:
     marked = 0
     with get_client(sync_client=True) as client:
         onboard, *brief = (client.read_deployment_by_name(name).id for name in (ONBOARD, SYNC, SWEEP))
-        for run in _read_old(client, now - _PATIENCES * timedelta(seconds=dead_after_s)):
+        for run in _read_old(client, now - _PATIENCES_WITH_BRIEF * timedelta(seconds=dead_after_s)):
             assert run.state is not None
+            is_old = run.state.timestamp < now - _PATIENCES * timedelta(seconds=dead_after_s)
+            if not (is_old or run.deployment_id in brief):
+                continue
             if not run.state.is_running():
                 why = "and never began: its worker died"
             elif run.deployment_id in brief:

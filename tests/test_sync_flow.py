@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +15,14 @@ from catalog_builders import sync
 from ledger_builders import ready_ledger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled
 
@@ -68,11 +76,48 @@ def test_a_request_for_everything_is_not_met_by_one_for_some(monkeypatch: pytest
         return SimpleNamespace(state=Scheduled())
 
     monkeypatch.setattr(flows.asking, "run_deployment", run_deployment)
+    monkeypatch.setattr(flows.asking, "_is_sync_due", lambda before, whole: False)
     for touched in (NAMED, ["ledger/bo/_author.json"], None):
         request_sync(3600, logging.getLogger(), touched)
     keys = [key for key, _ in asked]
     assert keys[0] == keys[1] != keys[2], "those of one window share a run"
     assert [told["touched"] for _, told in asked] == [NAMED, ["ledger/bo/_author.json"], None]
+
+
+@pytest.mark.real
+def test_while_a_sync_waits_for_its_turn_no_other_is_asked_for(deployed: None) -> None:
+    """Behind one that had died nine waited, and took every turn of the workers: no adapter got on for five minutes."""
+
+    def open_syncs() -> list[FlowRun]:
+        waits = FlowRunFilterStateType(any_=[StateType.SCHEDULED])
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name("sync/sync").id
+            wanted = FlowRunFilter(
+                deployment_id=FlowRunFilterDeploymentId(any_=[deployment]),
+                state=FlowRunFilterState(type=waits),
+            )
+            return client.read_flow_runs(flow_run_filter=wanted)
+
+    log, now = logging.getLogger(), datetime.now(UTC)
+    planned = len(open_syncs())
+    run_deployment("sync/sync", timeout=0, as_subflow=False, scheduled_time=now + timedelta(hours=1))
+    assert request_sync(1, log, NAMED)
+    [waiting] = [run for run in open_syncs() if run.parameters.get("touched") == NAMED]
+    assert len(open_syncs()) == planned + 2, "one that is to begin in an hour is none that waits"
+    with get_client(sync_client=True) as client:
+        turned_away = Scheduled(name="AwaitingConcurrencySlot", scheduled_time=now + timedelta(seconds=3))
+        client.set_flow_run_state(waiting.id, turned_away, force=True)
+    time.sleep(1)
+    assert request_sync(1, log, ["ledger/bo/_author.json"])
+    assert len(open_syncs()) == planned + 2
+    assert request_sync(1, log), "of every ledger: that one looks at some"
+    assert len(open_syncs()) == planned + 3
+    time.sleep(1)
+    assert request_sync(1, log)
+    assert len(open_syncs()) == planned + 3
+    with get_client(sync_client=True) as client:
+        for run in open_syncs():
+            client.delete_flow_run(run.id)
 
 
 @pytest.mark.real

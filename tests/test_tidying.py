@@ -61,8 +61,10 @@ def test_what_died_unseen_is_marked_and_nothing_else(
         ledger = open_ledger(store, author, DIGEST, "tiny", make_submission())
         ledger.claim(f"w:7 {run} 11111111", 60)
     assert mark_dead(store, 90, LOG) == 0, "they have only just begun"
+    monkeypatch.setattr(flows.tidying, "_PATIENCES_WITH_BRIEF", 0)
+    assert mark_dead(store, 90, LOG) == 3, "those that keep others out are not waited for as long"
     monkeypatch.setattr(flows.tidying, "_PATIENCES", 0)
-    assert mark_dead(store, 90, LOG) == 5
+    assert mark_dead(store, 90, LOG) == 2
     assert told(alive)[0] == told(scoring)[0] == "Running", "one holds its adapter, the other never holds one"
     assert told(died)[0] == told(nameless)[0] == told(taken)[0] == "Crashed"
     assert "and holds no adapter: it died" in told(died)[1]
@@ -75,7 +77,8 @@ def test_what_died_unseen_is_marked_and_nothing_else(
 def test_a_claim_that_ran_out_holds_nothing(
     deployed: None, store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows.tidying, "_PATIENCES", 0)
+    for patience in ("_PATIENCES", "_PATIENCES_WITH_BRIEF"):
+        monkeypatch.setattr(flows.tidying, patience, 0)
     run = begin("onboard/onboard", Running(), author="birch", run="run-1")
     long_ago = datetime.now(UTC) - timedelta(minutes=5)
     ledger = open_ledger(store, "birch", DIGEST, "tiny", make_submission(), now=lambda: long_ago)
