@@ -209,11 +209,6 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             "1.4 times",
             _at_least(1.4, "ratio"),
         ),
-        Row(
-            "{f[stream_adapters]} adapters through two slots",
-            "{f[stream_two_slots_s]} s each",
-            "through one {f[stream_one_slot_s]} s each: {f[stream_ratio]} times as long",
-        ),
     ),
     "backlog": (
         Row(
