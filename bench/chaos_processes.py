@@ -109,7 +109,7 @@ def ask_for(deployment: str, **parameters: str) -> str | None:
 def call_off(flow_run: str | None) -> None:
     """Cancel a run that was asked for in vain, if Prefect can be reached: those that wait keep others waiting."""
     if flow_run is not None:
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # of whatever kind, as in `ask_for`
             cancel(UUID(flow_run))
 
 

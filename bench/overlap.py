@@ -48,12 +48,12 @@ def run(arguments: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="./run bench overlap [--json]",
         description=f"{HELP}. It starts a store, a Prefect server and a worker of its own, first with one slot, then "
-        "with two, sends --turns pairs of adapters through each, and ends them all. At the published size it writes "
-        "some 10 GB a turn.",
-        epilog="A quick look: ./run bench overlap --layers 4 --experts 16 --turns 1",
+        "with two, sends --turns pairs of adapters and then --stream at once through each, and ends them all. At the "
+        "published size it writes some 5 GB for each adapter.",
+        epilog="A quick look: ./run bench overlap --layers 4 --experts 16 --turns 1 --stream 3",
     )
     parser.add_argument("--turns", type=int, default=3, help="pairs of adapters, with each number of slots")
-    parser.add_argument("--stream", type=int, default=6, help="adapters sent at once after them")
+    parser.add_argument("--stream", type=int, default=6, help="adapters sent at once after the pairs")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the adapter's base")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="of each layer")
     parser.add_argument(

@@ -46,7 +46,7 @@ _CLAIMED_WITHIN = timedelta(minutes=15)
 _STARTED_WITHIN = timedelta(minutes=2)
 # Runs are asked for at once: who asked for one that begins later than this had a clock that was ahead.
 _BEGUN_WITHIN = timedelta(minutes=2)
-# Who finds a deployment.s slot taken asks again sooner: PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS.
+# Who finds the slot of a deployment taken comes again sooner: PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS.
 _TURN = timedelta(seconds=10)
 _AGAIN = re.compile(r"/again-\d+$")
 _PAGE = 200
@@ -266,7 +266,7 @@ def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = 
     window = int(datetime.now(UTC).timestamp() // window_seconds) + 1
     kind = "sync-all" if touched is None else "sync"
     parameters = {"touched": None if touched is None else list(touched)}
-    if _is_sync_due(timedelta(seconds=window * window_seconds) + _TURN, whole=touched is None):
+    if _is_sync_due(datetime.fromtimestamp(window * window_seconds, UTC) + _TURN, whole=touched is None):
         return True
     while True:
         start = datetime.fromtimestamp(window * window_seconds, UTC) + timedelta(milliseconds=100)
@@ -281,13 +281,11 @@ def request_sync(window_seconds: int, log: Log, touched: Sequence[str] | None = 
         window += 1
 
 
-def _is_sync_due(before: timedelta, *, whole: bool) -> bool:
-    """Whether a sync, of every ledger if `whole`, is to begin before then (since 1970), and has not."""
+def _is_sync_due(before: datetime, *, whole: bool) -> bool:
+    """Whether a sync, of every ledger if `whole`, is to begin before then, and has not."""
     wanted = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-        next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(
-            before_=datetime.fromtimestamp(before.total_seconds(), UTC)
-        ),
+        next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=before),
     )
     with get_client(sync_client=True) as client:
         due = client.read_flow_runs(deployment_filter=_OF_SYNC, flow_run_filter=wanted, limit=_PAGE)

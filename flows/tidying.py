@@ -6,7 +6,6 @@ counts from (Redis, Postgres or the services killed at that moment, or their clo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -50,10 +49,9 @@ def mark_dead(store: S3Store, dead_after_s: int, log: Log) -> int:
     marked = 0
     with get_client(sync_client=True) as client:
         onboard, *brief = (client.read_deployment_by_name(name).id for name in (ONBOARD, SYNC, SWEEP))
-        for run in _read_old(client, now - _PATIENCES_WITH_BRIEF * timedelta(seconds=dead_after_s)):
-            assert run.state is not None
-            is_old = run.state.timestamp < now - _PATIENCES * timedelta(seconds=dead_after_s)
-            if not (is_old or run.deployment_id in brief):
+        for run in _read_begun(client):
+            patiences = _PATIENCES_WITH_BRIEF if run.deployment_id in brief else _PATIENCES
+            if run.state is None or run.state.timestamp >= now - patiences * timedelta(seconds=dead_after_s):
                 continue
             if not run.state.is_running():
                 why = "and never began: its worker died"
@@ -70,16 +68,14 @@ def mark_dead(store: S3Store, dead_after_s: int, log: Log) -> int:
     return marked
 
 
-def _read_old(client: SyncPrefectClient, before: datetime) -> Iterator[FlowRun]:
-    """The oldest runs of deployments that have been pending or running since before then."""
+def _read_begun(client: SyncPrefectClient) -> list[FlowRun]:
+    """The oldest runs of deployments that are pending or running."""
     wanted = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])),
         deployment_id=FlowRunFilterDeploymentId(is_null_=False),
     )
     oldest = FlowRunSort.EXPECTED_START_TIME_ASC
-    for run in client.read_flow_runs(flow_run_filter=wanted, sort=oldest, limit=_AT_ONCE):
-        if run.state is not None and run.state.timestamp < before:
-            yield run
+    return client.read_flow_runs(flow_run_filter=wanted, sort=oldest, limit=_AT_ONCE)
 
 
 def _holds(store: S3Store, run: FlowRun, now: datetime) -> bool:

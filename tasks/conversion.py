@@ -161,19 +161,20 @@ def _fetch_source(job: Job) -> Path:
     source = _source_path(job)
     if job.disk.is_held(source):
         return source
-    if job.disk.hold(source) and not holds_files(source, [file.digest for file in job.upload.adapter_files]):
+    if job.disk.hold(source):
+        if holds_files(source, [file.digest for file in job.upload.adapter_files]):
+            return source
         job.log.warning("%s: what an earlier run left of it here is damaged; fetching it again", job.label)
         job.disk.drop(source)
-    if not job.disk.is_held(source):
-        # The adapter is converted twice, and neither copy is smaller than what was uploaded.
-        own = sum(file.digest.bytes for file in job.upload.adapter_files)
-        job.disk.require(3 * own, job.label)
-        part = job.disk.folder() / uuid4().hex
-        try:
-            download_upload(job.store, job.upload, part, job.progress("downloading", Counted.BYTES))
-        except ObjectNotFound as error:
-            raise SourceGone(job.label, error.key) from error
-        job.disk.share(part, source)
+    # The adapter is converted twice, and neither copy is smaller than what was uploaded.
+    own = sum(file.digest.bytes for file in job.upload.adapter_files)
+    job.disk.require(3 * own, job.label)
+    part = job.disk.folder() / uuid4().hex
+    try:
+        download_upload(job.store, job.upload, part, job.progress("downloading", Counted.BYTES))
+    except ObjectNotFound as error:
+        raise SourceGone(job.label, error.key) from error
+    job.disk.share(part, source)
     return source
 
 

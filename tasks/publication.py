@@ -59,14 +59,11 @@ def offer_control(job: Job, converted: Step, name: str) -> None:
     """
     control: Any = converted.result["control"]
     digest = str(control["output_digest"])
-    if name == control_name(job.author, digest):
-        prefix, progress = (
-            control_prefix(job.author, digest),
-            job.progress("uploading the control", Counted.BYTES),
-        )
-        put_directory(
-            job.store, job.converted_path(digest), prefix, recorded_files(control["files"]), progress
-        )
+    if name != control_name(job.author, digest):
+        return
+    prefix = control_prefix(job.author, digest)
+    progress = job.progress("uploading the control", Counted.BYTES)
+    put_directory(job.store, job.converted_path(digest), prefix, recorded_files(control["files"]), progress)
 
 
 def unstage_control(job: Job, converted: Step) -> None:

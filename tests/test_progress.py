@@ -84,10 +84,13 @@ def test_every_long_step_of_a_run_tells(
     assert {"alder/run-1"} == {line.partition(":")[0] for line in caplog.messages if "%)" in line}
     assert {"downloading", "converting", "uploading", "checking"} <= told()
     assert told() & {"scoring own", "scoring base"}
+    assert desk.ready("birch").name == "Ready"
+    desk.sync()
     caplog.clear()
     shutil.rmtree(desk.settings.work_path)
     desk.run("alder", rescore=True)
     assert {"downloading", "converting"} <= told(), "what is not on this machine is converted again"
+    assert any(one.startswith("downloading birch@") for one in told()), "and its opponent is fetched"
 
 
 def test_every_step_tells_how_long_its_work_took(
